@@ -17,8 +17,8 @@ PYTEST := $(BIN)/python -m pytest
 # Repeats tests that failed while the machine was suspended or stalled, because these tests have limits of seconds.
 TESTS := ./.ci/tests $(BIN)/python
 
-# An existing environment instead of .venv-gpu, for machines without a package index: its Python, and the
-# PYTHONPATH with which it finds vLLM's CUDA build including the CPU build's libraries.
+# For machines without a package index, these two variables name an existing environment to use instead of .venv-gpu:
+# its Python, and the PYTHONPATH with which it finds vLLM's CUDA build with the libraries of the CPU build.
 GPU_PYTHON ?=
 GPU_SITE ?=
 GPU_RUN = $(if $(GPU_PYTHON),PYTHONPATH="$(GPU_SITE):$(CURDIR)/worker_image/src" $(GPU_PYTHON),$(GPU_VENV)/bin/python)
@@ -36,8 +36,8 @@ setup:  ## installs everything into .venv and .venv-worker; does nothing if noth
 quickstart: setup  ## serves a small model on this machine, from its files to tokens
 	@$(BIN)/python -m tests.quickstart
 
-# Tests with limits of seconds start when no other test computes, and a test of a real node runs alone. Tests
-# without such limits run at the same time, at a tenth of the priority (.ci/idle explains why not lower).
+# Tests with limits of seconds start after all tests that compute, and tests of a real node run alone. Only the tests
+# without such limits run beside them, at a tenth of the priority (.ci/idle explains why not lower).
 test: need-root check  ## runs all tests of CI; root
 	@failed=0; for lanes in "computing programs images" "hurried unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 hurried: waiting nodes
@@ -88,10 +88,10 @@ waiting: setup  ## runs the integration tests that mostly wait for an API server
 	$(TESTS) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not every_request and not unhurried" \
 	  $(COMPUTING:%=--ignore=%)
 
-programs: setup  ## builds the programs of the test cluster before the tests need them, at a tenth of the priority
+programs: setup  ## builds the programs of the test cluster for later tests, at a tenth of the priority
 	@./.ci/idle $(BIN)/python -m tests.cluster build
 
-images: need-root setup  ## builds the images of this tree before the tests need them; root
+images: need-root setup  ## builds the images of this tree for later tests; root
 	@./.ci/idle $(BIN)/python -m tests.cluster images
 
 need-root:

@@ -53,9 +53,10 @@ def read_comments(text: str) -> dict[str, Comment]:
             above = []
         else:
             path = [*path[: len(key[1]) // _INDENT], key[2]]
-            first = next((i for i, each in enumerate(above) if each.startswith("- ")), len(above))
+            example_lines = (index for index, each in enumerate(above) if each.startswith("- "))
+            begin = next(example_lines, len(above))
             comments[".".join(path)] = Comment(
-                text=" ".join(above[:first]).strip(), example="\n".join(above[first:]), heading=heading
+                text=" ".join(above[:begin]).strip(), example="\n".join(above[begin:]), heading=heading
             )
             above = []
     return comments
@@ -66,9 +67,10 @@ def describe(schema: dict[str, Any], comments: dict[str, Comment]) -> dict[str, 
 
     def described(node: dict[str, Any], path: str) -> dict[str, Any]:
         """Returns a part of the schema; a part without a comment keeps its own description."""
-        other_fields = {name: value for name, value in node.items() if name != "description" or not path}
+        is_root = not path  # the root has no comment, so its description stays
+        other_fields = {name: value for name, value in node.items() if name != "description" or is_root}
         description = {"description": comments[path].text} if path in comments and comments[path].text else {}
-        if path and path not in comments and "description" in node:
+        if not is_root and path not in comments and "description" in node:
             description = {"description": node["description"]}
         properties = {
             name: described(child, f"{path}.{name}" if path else name)
@@ -106,7 +108,10 @@ def render_readme() -> str:
 
 
 def _leaves(values: dict[str, Any], comments: dict[str, Comment], path: str = "") -> list[tuple[str, Any]]:
-    """Returns path and default of each value that has a comment of its own and no commented part."""
+    """Returns path and default of each value for which the README has a row.
+
+    A map whose keys have comments has a row for each key. Any other value has one row.
+    """
     leaves: list[tuple[str, Any]] = []
     for name, value in values.items():
         full_path = f"{path}{name}"
@@ -130,11 +135,11 @@ def _show(value: Any) -> str:
     return "<br>".join(f"`{key}: {json.dumps(each)}`" for key, each in value.items())
 
 
-_HEAD: Final = """<!-- Written by `python -m charts.readme` from values.yaml; change that. -->
+_HEAD: Final = """<!-- Written by `python -m charts.readme` from values.yaml. Change values.yaml instead. -->
 # heteroinfer
 {description}.
 
-Needs Kubernetes {kubernetes} and images of your own: HeteroInfer publishes none.
+Needs Kubernetes {kubernetes} and images of your own, because HeteroInfer publishes no images.
 
 ```console
 helm install heteroinfer charts/heteroinfer --namespace heteroinfer-system --create-namespace \\
@@ -160,7 +165,7 @@ helm install other charts/heteroinfer --namespace heteroinfer-system --take-owne
   --set image.repository=REGISTRY/heteroinfer/operator
 ```
 
-The [guide](../../docs/README.md) is in the source tree.
+The source tree contains the [guide](../../docs/README.md).
 
 ## Values
 """

@@ -25,7 +25,7 @@ from heteroinfer_contract import metric_names as m
 FLEET: Final = Board(
     uid="heteroinfer-fleet",
     title="HeteroInfer / Fleet",
-    text="All groups: which ones serve, which ones are slow and because of which rank, and whether the "
+    text="All groups: which groups serve, which groups are slow because of which rank, and whether the "
     "operator works.",
     variables=(NAMESPACES,),
     rows=(
@@ -34,7 +34,7 @@ FLEET: Final = Board(
             panels=(
                 stat("Groups that serve", f"sum({m.GROUP_READY}{{{IN_NAMESPACE}}})"),
                 stat(
-                    "Groups that do not",
+                    "Groups that do not serve",
                     f"sum(1 - {m.GROUP_READY}{{{IN_NAMESPACE}}})",
                     text="Includes suspended and sleeping groups. The table below shows the reasons.",
                     thresholds=(1.0,),
@@ -87,7 +87,8 @@ FLEET: Final = Board(
                         ),
                     ),
                     unit="s",
-                    text="Its own compute, without waiting for others: this rank sets the group's pace.",
+                    text="The rank's own compute, without its wait for other ranks. This rank sets the "
+                    "group's pace.",
                     link=True,
                 ),
                 Panel(
@@ -176,7 +177,8 @@ FLEET: Final = Board(
                             legend="errors: {{reason}}",
                         ),
                     ),
-                    text="Conflict is normal. The name of a Python error is a bug; please report it.",
+                    text="The reason Conflict is normal. If the reason is the name of a Python error, please "
+                    "report it as a bug.",
                     width=6,
                 ),
                 Panel(

@@ -33,7 +33,7 @@ from heteroinfer_contract import metric_names as m
 GROUP: Final = Board(
     uid="heteroinfer-group",
     title="HeteroInfer / Group",
-    text="One copy of a model: is it fast enough, and which rank limits its speed.",
+    text="One copy of a model: whether it is fast enough, and which rank limits its speed.",
     variables=(GROUPS,),
     rows=(
         Row(
@@ -94,10 +94,10 @@ GROUP: Final = Board(
                     ),
                     unit="percentunit",
                     columns=("rank",),
-                    text="compute is the rank's own work, wait is waiting for peers, transfer is copying and "
-                    "sending, idle is the time between steps. If one rank computes and the others wait, it "
-                    "is the bottleneck. Much transfer: the network or the bridge. Idle everywhere: too few "
-                    "requests.",
+                    text="compute is the rank's own work, wait is the wait for other ranks, transfer is "
+                    "copying and sending, idle is the time between steps. If one rank computes while all "
+                    "others wait, this rank is the bottleneck. If transfer takes long, the network or the "
+                    "copies between GPU and CPU are slow. If all ranks are idle, there are too few requests.",
                 ),
                 Panel(
                     title="Share of time: own compute",
@@ -118,8 +118,8 @@ GROUP: Final = Board(
                             legend="rank {{rank}}",
                         ),
                     ),
-                    text="1 means as planned for one request. A rank far above the others is the straggler "
-                    "that the alert names.",
+                    text="1: the compute takes as long as planned for one request. If one rank is far above "
+                    "the other ranks, the alert HeteroInferRankStraggles names this rank.",
                 ),
                 Panel(
                     title="Bytes sent and received a second",
@@ -136,7 +136,8 @@ GROUP: Final = Board(
                     kind=Kind.TABLE,
                     queries=(Query(expr=f"max by (rank, between, path) ({m.TRANSPORT_INFO}{{{OF_GROUP}}})"),),
                     columns=("rank", "between", "path"),
-                    text="If ranks of one pod use gloo, shared memory was not possible; see their log.",
+                    text="If ranks of one pod use gloo, they could not use shared memory. Their log has the "
+                    "reason.",
                 ),
             ),
         ),

@@ -39,8 +39,8 @@ RANK: Final = Board(
                     unit="percentunit",
                     stacked=True,
                     most=1.0,
-                    text="The parts add up to one second: compute is the rank's own work, wait is waiting "
-                    "for peers, transfer is copying and sending, idle is the time between steps.",
+                    text="The parts add up to one second: compute is the rank's own work, wait is the wait "
+                    "for other ranks, transfer is copying and sending, idle is the time between steps.",
                     width=12,
                 ),
                 Panel(
@@ -122,7 +122,7 @@ RANK: Final = Board(
                     "KV blocks of the group",
                     f"max({m.KV_BLOCKS}{{{OF_RANK}}})",
                     width=6,
-                    text="As many as the rank with the least headroom.",
+                    text="The rank with the least headroom limits the number of blocks of all ranks.",
                 ),
                 stat("Steps a second", f"sum(rate({m.STEP_SECONDS}_count{{{OF_RANK}}}[{WINDOW}]))", width=6),
                 stat(
@@ -130,7 +130,7 @@ RANK: Final = Board(
                     f"max({m.LOCKED_MEMORY_BYTES}{{{OF_RANK}}})",
                     unit="bytes",
                     width=6,
-                    text="Locked, or pinned for a device.",
+                    text="Host memory that the rank has locked, or pinned for a device.",
                 ),
                 stat(
                     "Locked memory, limit",

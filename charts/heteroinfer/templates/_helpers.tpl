@@ -17,7 +17,8 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 
 {{/*
 The labels of an object. Takes a list: the root, the labels from a value for this object, and the chart's own labels.
-If a key occurs several times, the chart's own label counts first, then that of the value, then that of commonLabels.
+If several of them have the same key, the chart's own label wins over the value's label, and the value's label wins over
+the label in commonLabels.
 */}}
 {{- define "heteroinfer.labelsAnd" -}}
 {{- $root := first . }}

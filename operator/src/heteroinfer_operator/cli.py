@@ -1,8 +1,8 @@
 """Entry point of the `heteroinfer` command. Each sub-command is a module `commands.NAME_command`.
 
-A sub-command has `add_arguments(parser)` and `run(arguments) -> exit code`. Its module is imported only if
-the user names it, so that `plan` does not wait for kopf's import. Installed as `kubectl-heteroinfer`, the
-same program is a plugin: `kubectl heteroinfer top`.
+A sub-command has `add_arguments(parser)` and `run(arguments) -> exit code`. The module is imported only if
+the user names the sub-command, so that `plan` does not wait for kopf's import. Installed as
+`kubectl-heteroinfer`, the same program is a plugin: `kubectl heteroinfer top`.
 """
 
 import argparse
@@ -85,8 +85,8 @@ class _CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the error, and exits with EXIT_USAGE.
 
-        The first argument without a hyphen is the sub-command. If it is unknown but similar to a sub-command,
-        the error names that sub-command.
+        The first argument without a hyphen counts as the sub-command. If this argument is unknown but similar
+        to a sub-command, the error names the similar sub-command.
         """
         command = next((word for word in self.words if not word.startswith("-")), "")
         similar = difflib.get_close_matches(command, COMMANDS, n=1) if command not in COMMANDS else []
@@ -149,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # also after --help, which ends by SystemExit
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended. Python also writes what is left when it exits.
+        # The reader of the output, such as `head`, has ended. When Python exits, it writes the rest of the
+        # output. The rest goes to /dev/null, so that this write does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OUTPUT_CLOSED
 

@@ -96,7 +96,7 @@ class PodView:
         unschedulable: why the pod has no node, or "".
         termination: the end of the worker container, or None.
         key_secret: name of the Secret with the group's key; "" for a pod without a key.
-        images: worker images of the pod's epoch; "" if the pod does not record them.
+        images: worker images of the pod's epoch; "" if the pod does not record images.
         still_running: other containers, such as sidecars of a mesh, that still run after the end of the
             worker container. The pod ends only when these end.
         lost_owner: whether the pod lost its ownerReference to the HeteroInference.
@@ -290,7 +290,7 @@ class ApplyObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteObject:
-    """Deletes the object with this uid. It is not an error if the object is already gone.
+    """Deletes the object with this uid. An object that is already gone is no error.
 
     Attributes:
         api_version: set for kinds that share their name; "" for all other kinds.

@@ -86,14 +86,14 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
     async def readyz(request: web.Request) -> web.Response:
         """Answers 503 until the operator works; a standby replica counts as ready."""
         missing = health.describe_missing()
-        text_of_work = f"ok, but {missing}" if missing else "ok"
-        text = f"waiting for {health.waits_for}" if health.waits_for else text_of_work
+        working_text = f"ok, but {missing}" if missing else "ok"
+        text = f"waiting for {health.waits_for}" if health.waits_for else working_text
         is_ready = health.standby or not health.waits_for
         return web.Response(text=text, status=200 if is_ready else 503)
 
     async def exposition(request: web.Request) -> web.Response:
         # In a thread, because a thousand resources have tens of thousands of lines, and reconciles must not
-        # wait for them.
+        # wait while these lines are built.
         body = await asyncio.to_thread(metrics.exposition)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 

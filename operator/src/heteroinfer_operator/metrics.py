@@ -95,7 +95,7 @@ class OperatorMetrics:
         ProcessCollector(registry=self.registry)
 
     def observe_status(self, key: ResourceKey, status: HeteroInferenceStatus | None) -> None:
-        """Stores the values of a resource's status that metrics need. With None, removes them."""
+        """Stores the values of a resource's status that metrics need; removes them if there is no status."""
         if status is None:
             self._resources.known.pop(key, None)
             self.observe_status_write(key, written=True)

@@ -109,7 +109,7 @@ class Operator:
         logger.info("stopped")
 
     async def _work_with_lease(self, server: ApiServer, configuration: client.Configuration) -> None:
-        """Waits for the Lease, serves resources while this process holds it, and releases it."""
+        """Waits for the Lease, serves resources while this process holds the Lease, then releases it."""
         lease = self._lease
         try:
             if lease is not None:
@@ -308,7 +308,7 @@ class Operator:
             asyncio.get_running_loop().call_later(NODES_SETTLE_S, reconcile_keys)
 
     def _record_resync(self, cluster_state: ClusterState) -> None:
-        """Records the end of a resync, unless caches are stale: its decisions then used an old state."""
+        """Records the end of a resync. Does nothing if caches are stale: the decisions used an old state."""
         self._health.stale_caches = tuple(cluster_state.stale_cache_names())
         if self._health.stale_caches:
             logger.error(
@@ -324,7 +324,8 @@ class Operator:
     async def _list_resources(self, server: ApiServer, cluster_state: ClusterState) -> set[ResourceKey]:
         """Lists all resources, and returns the resources that a resync must reconcile.
 
-        If the list and the cache differ about a resource, the next reconcile reads it from the API server.
+        If the list and the cache differ about a resource, the next reconcile reads the resource from the API
+        server.
         """
         resources = cluster_state.resources
         cached_versions = resources.versions()
@@ -397,7 +398,7 @@ def _waits_for_capacity(status: HeteroInferenceStatus) -> bool:
 
 
 async def _until(stop: asyncio.Event, work: Awaitable[None]) -> None:
-    """Runs work until it ends. If `stop` is set before, cancels the work and waits for its cleanup."""
+    """Runs work until its end or until `stop` is set. After `stop`, cancels and awaits the work."""
     working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     try:

@@ -27,7 +27,7 @@ RESOURCE_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti
 DURATION_PATTERN: Final = r"^([0-9]{1,5}(h|m|s|ms)|[0-9]{6}s){1,4}$"
 """Pattern of a duration in the resource's schema.
 
-It is the pattern of GEP-2257 (Gateway API), plus seconds of six digits, which version 0.1.0 accepted.
+The pattern is that of GEP-2257 (Gateway API), plus seconds of six digits, which version 0.1.0 accepted.
 """
 _UNITS: Final = "k, M, G, T, P, Ki, Mi, Gi, Ti, Pi"
 PATTERN_WORDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -129,9 +129,14 @@ def exact_quantity(text: str) -> Fraction:
     """
     value = parse_quantity(text)
     match = _QUANTITY.fullmatch(text)
-    if match is None or value < _MAX_QUANTITY or match["exponent"] or (match["suffix"] or "").endswith("i"):
+    if match is None or match["exponent"]:  # never for a text of RESOURCE_PATTERN
         return value
-    return Fraction(f"{match['whole']}.{match['decimals'] or 0}") * _SUFFIX[match["suffix"] or ""]
+    suffix = match["suffix"] or ""
+    is_capped = value >= _MAX_QUANTITY
+    is_binary = suffix.endswith("i")
+    if not is_capped or is_binary:
+        return value
+    return Fraction(f"{match['whole']}.{match['decimals'] or 0}") * _SUFFIX[suffix]
 
 
 def parse_bytes(text: str) -> int:

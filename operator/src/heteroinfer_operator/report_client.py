@@ -21,10 +21,10 @@ MAX_REPORT_BYTES: Final = 2**20
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 """Errors of a request without a usable answer. Invalid answers raise ContractError or UnicodeDecodeError."""
 _CONNECT_SHARE: Final = 0.8
-"""Share of the timeout for the connection. It ends before the timeout, so that a failed connection differs
-from a missing answer: the kernel accepts connections even if the leader is busy."""
+"""Share of the timeout for the connection. A connection must fail earlier than an answer, so that a failed
+connection differs from a missing answer: the kernel accepts connections even if the leader is busy."""
 _OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors of a connection whose cause is this machine. They prove nothing about the pod."""
+"""Errors of a connection whose cause is this machine. These errors prove nothing about the pod."""
 _QUESTION: Final = re.compile(r"[0-9]{1,4}", re.ASCII)
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -51,7 +51,8 @@ class ReportClient:
             NO_ANSWER: the request failed (any class of this tuple). ContractError: the report is not signed.
         """
         async with asyncio.timeout(timeout_s):
-            # Without a report, the first answer has the leader's challenge. The second request answers it.
+            # A first answer without a report has the leader's challenge. The second request then contains the
+            # answer to this challenge.
             for _ in range(2):
                 text, headers = await self._get(
                     host, port, names.PATH_GROUP, timeout_s, reader.request_headers()
@@ -76,7 +77,11 @@ class ReportClient:
         return FetchProgress.from_json(text), None if question is None else int(question)
 
     async def confirm_question(self, host: str, port: int, token: str, *, timeout_s: float) -> None:
-        """Confirms a fetch pod's question with its token; raises one of NO_ANSWER."""
+        """Answers yes to a fetch pod's open question (`read_fetch`); raises one of NO_ANSWER.
+
+        Args:
+            token: proof that the answer is from the operator, for this question.
+        """
         await self._get(host, port, names.PATH_FETCH, timeout_s, credentials_headers(token))
 
     async def is_ready(self, host: str, port: int, path: str, *, timeout_s: float) -> bool:

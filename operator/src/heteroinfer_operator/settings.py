@@ -180,22 +180,26 @@ class InstallationSettings:
             pod_security=read.text("POD_SECURITY", ""),
             log_format=read.choice("LOG_FORMAT", ("text", "json")),
         )
-        if settings.key_secret and not settings.namespace:
+        settings._check_combinations()
+        return settings
+
+    def _check_combinations(self) -> None:
+        """Raises HeteroInferError if a setting needs another setting that is empty."""
+        if self.key_secret and not self.namespace:
             raise _settings_error(
                 "HETEROINFER_KEY_SECRET is set, but HETEROINFER_NAMESPACE is not. Set HETEROINFER_NAMESPACE "
                 "to the operator's namespace"
             )
-        if settings.calibration_config_map and not settings.namespace:
+        if self.calibration_config_map and not self.namespace:
             raise _settings_error(
                 "HETEROINFER_CALIBRATION_CONFIG_MAP is set, but HETEROINFER_NAMESPACE is not. Set "
                 "HETEROINFER_NAMESPACE to the operator's namespace"
             )
-        if settings.leader_election and not (settings.namespace and settings.identity):
+        if self.leader_election and not (self.namespace and self.identity):
             raise _settings_error(
                 "HETEROINFER_LEADER_ELECTION is true, but HETEROINFER_NAMESPACE or HETEROINFER_IDENTITY "
                 "is not set. Set them to the namespace and to the name of the operator's pod"
             )
-        return settings
 
 
 class _EnvReader:

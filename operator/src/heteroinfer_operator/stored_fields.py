@@ -14,7 +14,8 @@ from heteroinfer_operator.quantity import parse_quantity
 
 _MAX_INTEGER: Final = 2**63 - 1
 EARLIEST: Final = datetime(2, 1, 1, tzinfo=UTC)
-"""Earliest time that is read. It is a year within the range of `datetime`, so that code can add waits."""
+"""Earliest time that is read. This time and _LATEST are well within the range of `datetime`, so that code can
+add waits."""
 _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
 """Latest time that is read."""
 _YEAR_0: Final = "0000-"
@@ -42,7 +43,7 @@ def as_object(value: object, field: str) -> Mapping[str, Any]:
     """Returns an object, empty for null; raises UnreadableError."""
     if value is None:
         return {}
-    if isinstance(value, dict):  # JSON has only dicts, and this check is much faster
+    if isinstance(value, dict):  # JSON has only dicts, and a check for dict is much faster
         return value
     if not isinstance(value, Mapping):
         raise _unreadable(field, value, "an object")
@@ -53,7 +54,7 @@ def as_objects(value: object, field: str) -> Sequence[Mapping[str, Any]]:
     """Returns a list of objects, empty for null; raises UnreadableError."""
     items = _as_list(value, field)
     for item in items:
-        if not isinstance(item, dict | Mapping):  # JSON has only dicts, and their check is much faster
+        if not isinstance(item, dict | Mapping):  # JSON has only dicts, which are checked much faster
             raise _unreadable(field, item, "an object")
     return items
 
@@ -140,7 +141,7 @@ def version_number(text: str) -> int:
 
     Kubernetes guarantees such numbers since KEP-5504 (1.35), and used them before. With an API server that
     does not use numbers, caches keep the newest event of the watch, and a write counts once the watch shows
-    it.
+    the write.
     """
     is_number = text.isascii() and text.isdecimal() and len(text) <= _VERSION_DIGITS
     return int(text) if is_number else 0

@@ -260,9 +260,9 @@ def has_counted_each_layer(group: Group) -> bool:
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
-        (r"6\.up_proj", "layer 2: the checkpoint has no values for w13_weight of expert 6. Download"),
-        (r"\d\.down_proj", "layer 2: the checkpoint has no values for w2_weight of expert 0 and 7 others"),
-        (r"\d", "layer 2: the checkpoint has no values for w13_weight of expert 0 and 15 others"),
+        (r"6\.up_proj", "layer 2: the checkpoint lacks values for w13_weight of expert 6. Download"),
+        (r"\d\.down_proj", "layer 2: the checkpoint lacks values for w2_weight of expert 0 and 7 others"),
+        (r"\d", "layer 2: the checkpoint lacks values for w13_weight of expert 0 and 15 others"),
     ],
     ids=["tensor", "kind", "layer"],
 )

@@ -106,7 +106,11 @@ class Layer:
             allowed[row] += share * (dense[expert][1].abs() @ (inputs.abs() + 2.0**-10))
         rounding = ROUNDING[self.case["dtype"]]
         limit = exact.abs() * rounding + allowed * (rounding + 2.0**-14) + 1e-5
-        return ((self.y.double() - exact).abs() / limit).nan_to_num(torch.inf).max(1).values
+        errors = ((self.y.double() - exact).abs() / limit).nan_to_num(torch.inf)
+        # A value beyond the largest number of the type must become infinite.
+        is_too_large = exact.abs() + limit >= torch.finfo(self.dtype).max
+        errors[is_too_large & (self.y == exact.sign() * torch.inf)] = 0
+        return errors.max(1).values
 
 
 def error(case: dict[str, Any], seed: int) -> float:

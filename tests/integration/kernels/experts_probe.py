@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -145,6 +146,7 @@ def in_shared_memory(question: dict[str, Any]) -> Any:
     )
     seen = subprocess.run([sys.executable, "-c", read], check=True, capture_output=True, text=True)
     memory.move_to_huge_pages(packed)
+    address = packed.data_ptr()
     return {
         "private": alone,
         "shared": shared,
@@ -154,6 +156,7 @@ def in_shared_memory(question: dict[str, Any]) -> Any:
         "aligned": packed.data_ptr() % HUGE_PAGE,
         "mapped": in_maps(),
         "mapped when dropped": (packed := None, in_maps())[1],
+        "held when dropped": memory.contains(SimpleNamespace(data_ptr=lambda: address)),
     }
 
 

@@ -81,6 +81,7 @@ def test_weights_are_in_memory_that_other_processes_can_map(weights: str, kernel
     assert said["packed"] == said["seen by another"]
     assert (said["held"], said["aligned"]) == ([True, False], 0)
     assert (said["mapped"], said["mapped when dropped"]) == (1, 0)
+    assert not said["held when dropped"]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -23,7 +23,7 @@ PROBE_SETS = SETS
 PATHS = tuple(SETS)
 SIZES = (1, 2, 31, 32, 33, 64, 100, 257, 1000)
 """Of columns and inputs: around a block, and with a rest."""
-NO_AVX512 = "this CPU does not support AVX512F"
+NO_AVX512 = "this CPU lacks AVX512F, which the kernels need"
 SMALLEST_NORMAL = 2.0**-126
 
 
@@ -77,7 +77,7 @@ def test_a_cpu_without_supported_instructions_is_refused() -> None:
         assert ask("paths") == {
             "paths": [],
             "refusal": NO_AVX512,
-            "coded": "this CPU does not have all of AVX2, FMA and F16C",
+            "coded": "this CPU lacks AVX2, FMA or F16C, which the kernels need",
         }
 
 

@@ -56,7 +56,7 @@ async def test_suspend_and_resume_change_one_field(
     assert await spec_of(server, namespace, "tiny") == {**before, "suspend": True}
     assert reported(config, "suspend", *options) == "heteroinference/tiny was suspended already\n"
     assert reported(config, "restart", *options) == (
-        "heteroinference/tiny restart requested (suspended: takes effect when you resume it)\n"
+        "heteroinference/tiny restart requested (suspended: takes effect when you resume the resource)\n"
     )
     assert reported(config, "resume", *options) == "heteroinference/tiny resumed\n"
     spec = await spec_of(server, namespace, "tiny")

@@ -98,7 +98,7 @@ def test_up_refuses_a_port_in_use(tmp_path: Path, model_dir: Path) -> None:
         other.listen()
         taken = str(other.getsockname()[1])
         errors = _refused(tmp_path, ["-f", write(tmp_path, resource(model_dir)), "--port", taken])
-    assert f"port {taken} on 127.0.0.1: another program uses it" in errors
+    assert f"port {taken} on 127.0.0.1: another program uses the port" in errors
 
 
 def test_up_refuses_a_path_without_a_python(tmp_path: Path, model_dir: Path) -> None:

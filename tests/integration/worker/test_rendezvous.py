@@ -73,13 +73,13 @@ rank = GroupStore.connect(launch, Deadline.after(20))
 own.put("executor", "tcp://10.0.0.1:5")
 said = []
 rank.set_awaited_rank = said.append
-assert rank.get("executor", Deadline.after(5), what="queue", rank=0) == "tcp://10.0.0.1:5"
+assert rank.get("executor", Deadline.after(5), awaited="queue", rank=0) == "tcp://10.0.0.1:5"
 assert said == [0, None]
-signed = stranger.get("executor", Deadline.after(5), what="queue")
+signed = stranger.get("executor", Deadline.after(5), awaited="queue")
 for name, value in (("executor", "tcp://10.6.6.6:5"), ("rank/1", signed)):
     stranger.put(name, value)
     try:
-        rank.get(name, Deadline.after(5), what="queue")
+        rank.get(name, Deadline.after(5), awaited="queue")
     except ContractError as refusal:
         print(refusal)
 """
@@ -117,7 +117,7 @@ end = Deadline.after(30)
 stores = [GroupStore.host(launches[0], end), GroupStore.connect(launches[1], end)]
 other = threading.Thread(target=reach.check_pods, args=(plan, launches[1], plan.ranks[1], stores[1], end))
 other.start()
-host, port_of_other = json.loads(stores[0].get("reach/1", end, what="address", rank=1))
+host, port_of_other = json.loads(stores[0].get("reach/1", end, awaited="address", rank=1))
 strangers = [socket.create_connection((host, port_of_other), timeout=5) for _ in range(300)]
 reach.REACH_TIMEOUT_S = 5.0
 reach.check_pods(plan, launches[0], plan.ranks[0], stores[0], end)

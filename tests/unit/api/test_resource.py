@@ -241,8 +241,8 @@ def test_an_integer_is_a_quantity() -> None:
             spec(model={"uri": "hf://a/b", "cache": {"claimName": "x", "accessMode": "ReadWriteMany"}}),
             (
                 "spec.model.cache.claimName: must be unset if storageClassName or accessMode is set, "
-                "which are for a new claim. Remove storageClassName and accessMode, or replace claimName by "
-                "size"
+                "because both are for a new claim. Remove storageClassName and accessMode, or replace "
+                "claimName by size"
             ),
         ),
         (

@@ -255,7 +255,7 @@ def test_ignores_a_calibration_of_another_version_or_machine(
     old = replace(own, versions=replace(own.versions, heteroinfer="0.0.1"))
     other = replace(own, hardware=replace(own.hardware, cpu="Another CPU"))
     for text, words in (
-        (old.to_json(), "HeteroInfer 0.0.1 measured it, but this is "),
+        (old.to_json(), "made by HeteroInfer 0.0.1, but this is "),
         (other.to_json(), "it was measured on another CPU (Another CPU)"),
         ("{", "cannot be used: Calibration: must be JSON"),
     ):

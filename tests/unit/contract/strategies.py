@@ -1,4 +1,4 @@
-"""Random values of the contract."""
+"""Strategies that draw random plans, launches and reports of the contract."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ ports = st.integers(1, 65535)
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Draws a plan of any topology: stages of one size, cut into pods anywhere."""
+    """Draws a plan of any topology: stages with equally many ranks, which are cut into pods at random."""
     tensor = draw(st.integers(1, 4))
     layers = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
     world = tensor * len(layers)
@@ -70,7 +70,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def _feed_forward_ranks(
     draw: st.DrawFn, ranks: list[RankAssignment], layers: list[int], tensor: int
 ) -> list[RankAssignment]:
-    """Draws feed-forward ranks of some stages, of one at least."""
+    """Draws feed-forward ranks for at least one of the stages."""
     own: list[RankAssignment] = []
     for stage in sorted(draw(st.sets(st.integers(0, len(layers) - 1), min_size=1))):
         first = sum(layers[:stage])
@@ -125,7 +125,7 @@ addresses = st.builds(
     executor_port=ports,
     metrics_port=ports,
 )
-# An environment holds no NUL.
+# An environment variable cannot contain a NUL character.
 env_texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
 launches = st.builds(
     PodLaunch,

@@ -1,4 +1,4 @@
-"""A calibration as it is written, read and refused."""
+"""Calibrations are written, read and checked, and rates are interpolated."""
 
 import json
 from dataclasses import replace
@@ -117,7 +117,7 @@ def test_a_kernel_that_was_measured_for_many_rows_computes_beyond_them() -> None
     many = replace(one, more_rows=(100e9, 100e9, 50e9, 10e9))
     assert (many.rate(1), many.rate(9), many.rate(64), many.rate(512)) == (100e9, 100e9, 50e9, 10e9)
     assert many.rate(1024) == 5e9
-    # Time, and not the rate, grows by the row.
+    # Between two measurements, the time per byte is interpolated, and not the rate.
     assert 1 / many.rate(288) == pytest.approx((1 / 50e9 + 1 / 10e9) / 2)
     assert replace(one, more_rows=(50e9,)).rate(8) == 25e9
     text = calibration(kernels=(many, one)).to_json()

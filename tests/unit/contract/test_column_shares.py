@@ -1,4 +1,4 @@
-"""How many intermediate columns each feed-forward rank has."""
+"""The division of intermediate columns and experts among feed-forward ranks."""
 
 from typing import Any
 
@@ -64,11 +64,11 @@ def test_ranks_that_read_about_as_fast_have_equal_shares() -> None:
     assert shares_by_rate([1000e9, 1e9]) == (100, 1)
 
 
-def test_one_rank_supports_any_size() -> None:
+def test_one_rank_takes_any_number_of_columns() -> None:
     assert share_columns(100, [1], 128) == [Span(total=100, first=0, end=100)]
 
 
-def test_columns_that_no_unit_divides_are_refused() -> None:
+def test_columns_that_are_not_a_multiple_of_the_unit_are_refused() -> None:
     with pytest.raises(ContractError, match="must be a multiple of 128"):
         share_columns(192, [1, 1], column_unit_of({"group_size": 128}))
 

@@ -1,4 +1,4 @@
-"""Every value of the contract survives its text, and every mistake in one is named."""
+"""Each value of the contract is equal after writing and reading, and errors name the invalid field."""
 
 import dataclasses
 import json

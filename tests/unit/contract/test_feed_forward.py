@@ -1,4 +1,4 @@
-"""Plans with feed-forward ranks: what they must be, and that plans without any stay as they were."""
+"""The checks of plans with feed-forward ranks, and the unchanged text of plans without them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Options are told from values, with their names in full, keys and values."""
+"""Options of vLLM's arguments are found, with full name, keys and values."""
 
 import pytest
 
@@ -29,17 +29,19 @@ from heteroinfer_contract.given_options import GivenOption, given_options
         (["--max-log-len+", "5"], "--max-log-len+", (), "5"),
     ],
 )
-def test_reads_each_spelling(args: list[str], name: str, path: tuple[str, ...], value: str | None) -> None:
+def test_reads_each_spelling_of_an_option(
+    args: list[str], name: str, path: tuple[str, ...], value: str | None
+) -> None:
     assert given_options(args) == (GivenOption(arg=args[0], name=name, path=path, value=value),)
 
 
 @pytest.mark.parametrize("hiding", [["--"], ["--hf-overrides.x"], ["--chat-template"]])
-def test_no_argument_hides_the_next(hiding: list[str]) -> None:
-    """The parser of vLLM looks for --config in all arguments, also after -- and as the value of a key."""
+def test_an_option_is_found_after_any_other_argument(hiding: list[str]) -> None:
+    """The parser of vLLM finds --config even after -- and as the value of a dotted option."""
     assert [each.name for each in given_options([*hiding, "--config", "x"])][-1] == "--config"
 
 
-def test_a_no_option_cancels_a_flag() -> None:
+def test_only_the_prefix_no_with_a_hyphen_negates_a_flag() -> None:
     (given,) = given_options(["--no_enable_lora"])
     assert (given.option, given.is_negated) == ("--enable-lora", True)
     (given,) = given_options(["--nnodes=1"])
@@ -59,6 +61,8 @@ def test_a_no_option_cancels_a_flag() -> None:
         ("-=2", "--tensor-parallel-size", False),
     ],
 )
-def test_a_prefix_may_be_any_option_that_begins_with_it(arg: str, option: str, may_mean: bool) -> None:
+def test_an_abbreviation_may_mean_any_option_that_begins_with_it(
+    arg: str, option: str, may_mean: bool
+) -> None:
     (given,) = given_options([arg])
     assert given.may_mean(option) is may_mean

@@ -1,4 +1,4 @@
-"""Codes of a group's key: good for what they were made for, and for nothing else."""
+"""A code of a key is valid only for its purpose, its parts and its key."""
 
 import pytest
 from hypothesis import given
@@ -54,7 +54,7 @@ def test_refuses_an_invalid_key_without_showing_it(text: str, got: str) -> None:
     assert text not in str(refusal.value)
 
 
-def test_no_text_of_a_keys_values_contains_the_key() -> None:
+def test_the_repr_of_a_key_does_not_contain_its_secret() -> None:
     for value in (KEY, KEY.of_epoch(1)):
         assert value.secret.hex() not in repr(value)
         assert repr(value.secret) not in repr(value)
@@ -88,7 +88,7 @@ def test_the_code_of_an_object_is_valid_for_exactly_its_parts(
 
 
 def test_no_group_can_make_the_code_of_an_object() -> None:
-    """A group's pods have its key."""
+    """The pods of a group have the group's key, but must not sign objects."""
     key = RecordKey.of_operator(b"o" * 32)
     of_groups = [KEY.secret, *(KEY.of_epoch(epoch).secret for epoch in range(3)), b"o" * 32]
     assert key.secret not in of_groups

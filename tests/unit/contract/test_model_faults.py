@@ -19,7 +19,7 @@ SMALL = ("Gemma-4-31B-it", "Laguna-XS.2", "MiMo-V2.6-Flash", "Qwen3.8-Flash-Next
 
 
 def read(directory: Path, name: str, **changed: Any) -> ModelProfile:
-    """Returns the profile of a shape after changes of its config.json, not of its weights."""
+    """Returns the profile of a published model after changes of its config.json only."""
     found = shape(name)
     write_shape(found, directory)
     (directory / "config.json").write_text(json.dumps({**found.config, **changed}))
@@ -31,7 +31,7 @@ def of_2026(name: str) -> ModelProfile:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_recorded_profiles_are_those_of_the_files(name: str) -> None:
+def test_recorded_profiles_agree_with_the_files_of_the_models(name: str) -> None:
     found = next(each for each in SHAPES_2026 if each.name == name)
     assert read_shape(found) == of_2026(name)
 
@@ -47,7 +47,7 @@ def test_names_a_size_of_the_config_that_the_embedding_contradicts(
     )
 
 
-def test_models_that_agree_have_no_faults() -> None:
+def test_a_model_whose_config_and_files_agree_has_no_faults() -> None:
     assert not [name for name, found in recorded_profiles().items() if found.faults]
 
 
@@ -59,13 +59,13 @@ def test_names_unknown_layer_types(tmp_path: Path) -> None:
     )
 
 
-def test_weights_in_fp8_that_the_config_does_not_name(tmp_path: Path) -> None:
+def test_reports_fp8_weights_that_the_config_does_not_name(tmp_path: Path) -> None:
     found = read(tmp_path, "Llama-3.1-8B-Instruct-FP8", quantization_config=None)
     assert len(found.faults) == 1
     assert "has no quantization_config, but the files store model.layers.0" in found.faults[0]
 
 
-def test_experts_in_a_format_that_the_config_does_not_name() -> None:
+def test_reports_experts_in_a_format_that_the_config_does_not_name() -> None:
     found = of_2026("MiMo-V2.6-Flash")
     assert found.expert_scheme == MXFP4
     assert found.faults == (
@@ -86,7 +86,7 @@ def test_refuses_a_size_of_zero() -> None:
     assert found.is_latent
 
 
-def test_an_index_in_addition_to_keys_and_values_is_not_latent() -> None:
+def test_a_layer_with_an_index_and_keys_and_values_is_not_latent() -> None:
     for name, layers in (("Qwen3.8-Flash-Next", 12), ("MiniMax-M3", 57)):
         found = of_2026(name)
         assert [kind.attention for kind in found.layers].count(AttentionKind.SPARSE) == layers

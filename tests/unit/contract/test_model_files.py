@@ -1,4 +1,4 @@
-"""A model's sizes from real files: written here byte by byte, as safetensors' format says."""
+"""A model's sizes, read from files that the tests write byte by byte in safetensors' format."""
 
 import json
 import multiprocessing
@@ -199,7 +199,7 @@ def test_refuses_another_number_of_experts_than_the_configs(tmp_path: Path, numb
         read_profile(model)
 
 
-def test_counts_only_the_experts_for_text(tmp_path: Path) -> None:
+def test_counts_only_the_experts_that_compute_text(tmp_path: Path) -> None:
     config = {**CONFIG, "moe_num_experts": [4, 4], "num_experts_per_tok": 2}
     model = write_model(tmp_path, config=config, tensors=_experts(range(8)))
     assert read_profile(model).layer(0).experts == 4
@@ -364,7 +364,7 @@ def test_refuses_weights_of_an_unknown_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "."])
 def test_reports_a_file_that_the_user_cannot_read(tmp_path: Path, name: str) -> None:
-    """Runs the reader as another user, since root reads everything."""
+    """Reads the model as another user, because root can read all files."""
     path = write_model(tmp_path / "model") / name
     path.chmod(0)
     tmp_path.chmod(0o755)
@@ -373,12 +373,12 @@ def test_reports_a_file_that_the_user_cannot_read(tmp_path: Path, name: str) -> 
             message = pool.apply(error_of, (Path("model"),))
     finally:
         path.chmod(0o755)
-    assert "cannot read it" in message
+    assert "cannot be read by user" in message
     assert "chmod -R a+rX" in message
 
 
 def leave_root(directory: Path) -> None:
-    # By a relative path the directories above, which only root may enter, do not matter.
+    # Only root may enter the parent directories. A relative path does not need them.
     os.chdir(directory)
     if os.getuid() == 0:
         os.setuid(65534)
@@ -400,7 +400,7 @@ def error_of(directory: Path) -> str:
         {"sliding_window": "abc"},
         {"sliding_window": -5},
         {"head_dim": "x"},
-        {"num_attention_heads": 16, "num_key_value_heads": 16},  # no width is left for a head
+        {"num_attention_heads": 16, "num_key_value_heads": 16},  # each head would have a width of 0
         {"vocab_size": 10**30},
         {"attn_layer_period": 0},
         {"quantization_config": {"quant_method": "gptq", "group_size": "abc"}},
@@ -430,7 +430,7 @@ def test_refuses_an_offset_that_is_not_a_number(tmp_path: Path, end: str) -> Non
         read_profile(tmp_path)
 
 
-def test_an_index_with_a_name_too_long_for_a_file(tmp_path: Path) -> None:
+def test_refuses_an_index_with_a_name_too_long_for_a_file(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
     with pytest.raises(ModelFilesError, match="File name too long"):
@@ -443,7 +443,7 @@ def test_more_layers_than_any_model_has_take_no_memory(tmp_path: Path) -> None:
         read_profile(write_model(tmp_path, config=config))
 
 
-def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
+def test_refuses_an_index_that_names_files_outside_its_folder(tmp_path: Path) -> None:
     outside = write_model(tmp_path / "outside")
     model = write_model(tmp_path / "model")
     for name in ("../outside/model.safetensors", str(outside / "model.safetensors")):
@@ -452,7 +452,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
             read_profile(model)
 
 
-def test_refuses_endless_files(tmp_path: Path) -> None:
+def test_refuses_files_without_an_end(tmp_path: Path) -> None:
     model = write_model(tmp_path)
     for name in ("model.safetensors", "config.json"):
         (model / name).unlink()
@@ -461,7 +461,7 @@ def test_refuses_endless_files(tmp_path: Path) -> None:
             read_profile(model)
 
 
-def test_a_config_of_no_model_is_not_parsed(tmp_path: Path) -> None:
+def test_refuses_a_config_larger_than_any_models(tmp_path: Path) -> None:
     model = write_model(tmp_path)
     with (model / "config.json").open("ab") as file:
         file.truncate((16 << 20) + 1)
@@ -504,7 +504,7 @@ def test_reports_a_pointer_of_git_lfs(tmp_path: Path, name: str) -> None:
 def test_reports_a_byte_order_mark(tmp_path: Path) -> None:
     """Python's json accepts a byte order mark, but transformers does not.
 
-    Earlier, a plan was made, and every rank ended.
+    Without this check, all ranks of a planned group would fail.
     """
     path = write_model(tmp_path) / "config.json"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())

@@ -1,4 +1,4 @@
-"""A profile on the wire, what it knows of published models, and the layouts that it is read from."""
+"""Profiles: their JSON, profiles of published models, and the forms of config.json that are read."""
 
 import json
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_columns_are_unknown_in_a_profile_of_an_earlier_version() -> None:
         {"kind_of_layer": [7, 7]},
     ],
 )
-def test_a_field_that_is_lost_loses_only_itself(field: dict[str, Any]) -> None:
+def test_an_invalid_field_of_a_profile_does_not_affect_other_fields(field: dict[str, Any]) -> None:
     known = {**OF_0_1_0, "dropped_bytes": 77}
     profile = ModelProfile.from_json(json.dumps({**known, **field}))
     assert profile.dropped_bytes == 77
@@ -292,7 +292,9 @@ def test_speech_that_is_not_served_is_dropped(tmp_path: Path) -> None:
 def test_null_is_a_value_and_not_a_missing_field(tmp_path: Path) -> None:
     config = {**CONFIG, "model_type": "mistral", "max_position_embeddings": 128}
     windows = read_profile(write_model(tmp_path / "left out", config=config))
-    assert windows.layer(0).attention is AttentionKind.WINDOW, "4096 in transformers' MistralConfig"
+    assert windows.layer(0).attention is AttentionKind.WINDOW, (
+        "MistralConfig of transformers has a window by default"
+    )
     full = read_profile(write_model(tmp_path / "null", config={**config, "sliding_window": None}))
     assert full.layer(0).attention is AttentionKind.FULL
 
@@ -444,16 +446,16 @@ def _gemma_4(directory: Path, **fields: Any) -> ModelProfile:
     return read_profile(write_model(directory, config={**GEMMA_4, **fields}, tensors=tensors))
 
 
-def test_layers_that_share_keys_and_values_have_none(tmp_path: Path) -> None:
+def test_layers_that_share_keys_and_values_have_none_of_their_own(tmp_path: Path) -> None:
     profile = _gemma_4(tmp_path)
     full = [index for index, kind in enumerate(profile.layers) if kind.attention is AttentionKind.FULL]
-    assert full == [5, 11], "each sixth, as transformers' config class says"
+    assert full == [5, 11], "every sixth layer, as in transformers' config class"
     assert [kind.shares_kv for kind in profile.layers] == [False] * 7 + [True] * 5
-    # Those with a window read layer 6, those with full attention layer 5.
+    # Layers with a window read the cache of layer 6, layers with full attention the cache of layer 5.
     assert profile.last_stage_layers == 7
     assert (profile.layer(5).kv_heads, profile.layer(5).kv_width) == (2, 1024)
     assert (profile.layer(6).kv_heads, profile.layer(6).kv_width) == (2, 512)
-    # What some checkpoints keep for them is not loaded; embeddings of layers are no layer's.
+    # vLLM does not load stored keys and values of these layers. Embeddings of layers count separately.
     assert set(profile.layer_bytes[:7]) == {100}
     assert set(profile.layer_bytes[7:]) == {40}
     assert profile.dropped_bytes == 5 * 60

@@ -1,4 +1,4 @@
-"""An account for a user id that a cluster chose."""
+"""Writes an account for a user id that a cluster chose."""
 
 import os
 import pwd
@@ -11,7 +11,9 @@ from heteroinfer_contract.own_account import ensure_own_account
 ASSIGNED = 1000680000
 
 
-def test_a_user_without_an_account_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_id_without_an_account_gets_an_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accounts, written = tmp_path / "passwd", tmp_path / "written"
     accounts.symlink_to(written)
     monkeypatch.setattr(os, "getuid", lambda: ASSIGNED)
@@ -42,13 +44,13 @@ def test_every_home_folder_gives_one_line_in_the_accounts_file(
 
 def test_outside_of_our_images_no_account_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accounts, written = tmp_path / "passwd", tmp_path / "folder" / "written"
-    ensure_own_account(accounts)  # its user has an account
+    ensure_own_account(accounts)  # the user has an account already
     assert not accounts.exists()
     monkeypatch.setattr(os, "getuid", lambda: ASSIGNED)
     with pytest.raises(KeyError):
         pwd.getpwuid(ASSIGNED)
-    ensure_own_account(accounts)  # no image of ours
+    ensure_own_account(accounts)  # this image is not ours
     assert not accounts.exists()
     accounts.symlink_to(written)
-    ensure_own_account(accounts)  # nobody may write there
+    ensure_own_account(accounts)  # the link leads to a folder that does not exist
     assert not written.exists()

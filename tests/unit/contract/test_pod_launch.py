@@ -1,4 +1,4 @@
-"""A launch whose durations and ports cannot be is refused before anything starts."""
+"""A launch with invalid durations or ports is refused before a process starts."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sizes in one form; text from other parties, made safe for a terminal and a log."""
+"""Text for people: sizes in one form, and foreign text made safe for a terminal and a log."""
 
 from collections.abc import Sequence
 

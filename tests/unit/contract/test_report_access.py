@@ -1,4 +1,4 @@
-"""A whole report is for who has the key, once for each challenge."""
+"""Only a reader with the key gets the full report, once for each challenge."""
 
 import pytest
 
@@ -18,7 +18,7 @@ KEY, OTHER = EpochKey(b"k" * 32), EpochKey(b"o" * 32)
 
 
 def answer(guard: ReportGuard, headers: dict[str, str], now_s: float) -> dict[str, str]:
-    """Returns the headers with which a leader answers `whole` or `part`."""
+    """Returns the headers of a leader's answer: to a reader with the key, or to another reader."""
     challenge = guard.accepted_challenge(headers.get(CREDENTIALS_HEADER, ""), now_s)
     said = {CHALLENGE_HEADER: f"{SCHEME} {guard.challenge(now_s)}"}
     return said if challenge is None else {**said, CODE_HEADER: guard.code_of_report(challenge, "whole")}
@@ -34,7 +34,7 @@ def test_a_reader_with_the_key_gets_the_report_until_the_challenge_expires() -> 
     assert reader.read(answer(guard, reader.request_headers(), late), "whole") == "whole"
 
 
-def test_a_reader_without_the_right_key_gets_the_public_report() -> None:
+def test_a_reader_without_the_key_gets_the_public_report() -> None:
     guard = ReportGuard(KEY)
     assert ReportReader(None).read(answer(guard, {}, 1.0), "part") == "part"
     assert ReportReader(KEY).read({}, "of 0.1.0") == "of 0.1.0"

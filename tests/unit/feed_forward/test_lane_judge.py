@@ -1,4 +1,4 @@
-"""Which lane is named: the late one, never one that the judge itself had no turn to hear."""
+"""The judge names the late lane, and never a lane whose answer it had no turn to read."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from vllm_heteroinfer.feed_forward.lane_judge import LATE_TURN_GRACE_S, LaneJudg
 INTERVAL_S = 0.1
 LIMIT_S = 1.5
 TURNS = 25
-"""With an interval each, well beyond the limit."""
+"""Turns of a test. One interval for each turn makes 2.5 s, more than LIMIT_S."""
 
 
 def state(
@@ -20,8 +20,8 @@ def state(
     given_up_lane: int | None = None,
 ) -> SlabState:
     return SlabState(
-        asked=asked,
-        answered=answered,
+        last_ask=asked,
+        last_answers=answered,
         failed=failed or (False,) * len(answered),
         limit_s=LIMIT_S,
         gave_up=gave_up,
@@ -29,7 +29,7 @@ def state(
     )
 
 
-def test_names_the_lane_that_was_late_before_the_device_gave_up() -> None:
+def test_names_the_lane_that_had_no_answer_before_the_gpu_gave_up() -> None:
     judge = LaneJudge(INTERVAL_S, 0.0)
     assert judge.judge(state(1, (1, 1, 0)), 0.1) is None
     verdict = judge.judge(state(1, (1, 1, 1), gave_up=True), 0.2)
@@ -37,14 +37,14 @@ def test_names_the_lane_that_was_late_before_the_device_gave_up() -> None:
     assert (verdict.lane, verdict.failed) == (2, False)
 
 
-def test_the_lane_that_the_device_gave_up_has_precedence() -> None:
+def test_names_the_lane_for_which_the_gpu_gave_up_before_other_lanes() -> None:
     judge = LaneJudge(INTERVAL_S, 0.0)
     verdict = judge.judge(state(2, (1, 2, 2), gave_up=True, given_up_lane=2), 0.1)
     assert verdict is not None
     assert verdict.lane == 2
 
 
-def test_names_no_lane_if_none_was_late() -> None:
+def test_names_no_lane_if_all_lanes_have_answers() -> None:
     judge = LaneJudge(INTERVAL_S, 0.0)
     verdict = judge.judge(state(1, (1, 1, 1), gave_up=True), 0.1)
     assert verdict is not None
@@ -62,10 +62,10 @@ def test_a_failed_lane_is_distinguished_from_a_late_lane() -> None:
     gaps_s=st.lists(st.floats(0.0, INTERVAL_S) | st.floats(INTERVAL_S, 3600.0), min_size=1, max_size=40),
     late=st.integers(0, 2),
 )
-def test_counts_no_time_without_a_turn(gaps_s: list[float], late: int) -> None:
-    """The judging thread may be frozen for any time.
+def test_does_not_count_time_in_which_the_judge_did_not_run(gaps_s: list[float], late: int) -> None:
+    """The judge's thread may be frozen for any time.
 
-    It names a lane only after it ran as often as the limit requires.
+    The judge names a lane only after its thread ran as often as the limit requires.
     """
     judge, now_s, awake_s = LaneJudge(INTERVAL_S, 0.0), 0.0, 0.0
     answered = tuple(0 if lane == late else 1 for lane in range(3))
@@ -84,7 +84,7 @@ def test_counts_no_time_without_a_turn(gaps_s: list[float], late: int) -> None:
 
 
 @given(frozen_s=st.floats(0.0, 1e6), frozen_at=st.integers(0, TURNS), late=st.integers(0, 2))
-def test_names_a_lane_that_never_answers_within_its_limit_of_turns(
+def test_names_a_lane_that_never_answers_soon_after_the_limit(
     frozen_s: float, frozen_at: int, late: int
 ) -> None:
     judge, now_s = LaneJudge(INTERVAL_S, 0.0), 0.0
@@ -103,10 +103,7 @@ def test_names_a_lane_that_never_answers_within_its_limit_of_turns(
     asks=st.lists(st.tuples(st.floats(0.0, 1.3), st.floats(0.0, 600.0), st.integers(0, 2)), max_size=20),
 )
 def test_never_names_a_lane_that_answers_in_time(asks: list[tuple[float, float, int]]) -> None:
-    """Each lane answers within 1.3 s in which the judging thread runs.
-
-    All threads may be frozen in between.
-    """
+    """Each lane answers within 1.3 s, not counting the time in which all threads are frozen."""
     judge, now_s = LaneJudge(INTERVAL_S, 0.0), 0.0
     for number, (takes_s, frozen_s, slow) in enumerate(asks, start=1):
         turns = int(takes_s / INTERVAL_S)

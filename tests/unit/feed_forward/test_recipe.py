@@ -1,4 +1,4 @@
-"""The recipe of experts: its text, its regions, and what it lacks."""
+"""The recipe of experts: its text, its regions of files, and its missing values."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def test_experts_without_all_values_are_reported() -> None:
 
 @given(data=st.data())
 def test_a_view_has_the_position_of_its_elements_in_the_file(data: st.DataObject) -> None:
-    """The test compares numbers of elements, for random narrowed and permuted views of up to 4 dimensions."""
+    """Tries random narrowed and permuted views of up to 4 dimensions."""
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     steps = [1] * len(shape)
     for dim in reversed(range(len(shape) - 1)):

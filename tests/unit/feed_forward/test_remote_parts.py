@@ -1,4 +1,4 @@
-"""Layers of modules and tensors by their names, and planned layers without a part."""
+"""Layers are read from names of modules and tensors. Planned layers without experts or MLP are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which rank is behind each lane of the slabs of a group."""
+"""The rank behind each lane of the slabs of a group."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What users are told of a hub that refuses: the same by a fetch pod and by `heteroinfer plan`."""
+"""Messages about a hub that refuses a request, as a fetch pod and `heteroinfer plan` show them."""
 
 from dataclasses import replace
 
@@ -33,7 +33,9 @@ HUB = AskedHub(
         ),
     ],
 )
-def test_reports_an_answer_with_a_fix(status: int, code: str, token: str, reason: str, words: str) -> None:
+def test_reports_an_error_status_of_the_hub_with_a_fix(
+    status: int, code: str, token: str, reason: str, words: str
+) -> None:
     error = replace(HUB, token=token).refusal_error(status, code, "said")
     assert error.reason is FailureReason[reason]
     assert error.is_temporary == (status == 503)

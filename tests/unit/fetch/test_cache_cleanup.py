@@ -1,4 +1,4 @@
-"""What a fetch removes from a cache: commits that nobody uses, as a whole, and none that may be in use."""
+"""A fetch removes whole unused commits from a cache, and keeps all commits that may be in use."""
 
 import fcntl
 import os
@@ -34,7 +34,7 @@ def commit_of(number: int) -> str:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Five complete commits, the first one confirmed longest ago, and all of them before the last hour."""
+    """A cache with five complete commits, all confirmed more than an hour ago, commit 1 first."""
     for number in range(1, 6):
         store = ModelStore(tmp_path, REPOSITORY, commit_of(number))
         (store.folder / "model.safetensors").write_bytes(b"weights")
@@ -45,7 +45,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def confirmed() -> float:
-    """The operator confirms."""
+    """Answers like an operator that confirms the question."""
     return clock_s() + 60
 
 
@@ -62,7 +62,9 @@ def clean(
     model = cache / "acme--tiny"
     removed = remove_unused(model, commit_of(9), cleanup, ask)
     assert {path.name for path in model.iterdir()}.isdisjoint(removed)
-    assert all(read_marker(path) is not None for path in model.iterdir()), "none is half removed"
+    assert all(read_marker(path) is not None for path in model.iterdir()), (
+        "every remaining commit is complete"
+    )
     return sorted(int(path.name, 16) for path in model.iterdir())
 
 
@@ -72,7 +74,7 @@ def test_the_newest_and_the_used_commits_stay(cache: Path) -> None:
 
 
 def test_keeps_commits_confirmed_after_the_list(cache: Path) -> None:
-    """Another resource began to use it, and the operator did not know."""
+    """Another resource began to use the commit after the operator made the list."""
     store = ModelStore(cache, REPOSITORY, commit_of(1))
     assert store.confirm_complete() is not None
     assert clean(cache, keep=1) == [1, 9]
@@ -94,13 +96,13 @@ def test_nothing_is_removed_without_an_answer_of_the_operator(cache: Path) -> No
 
 
 def test_nothing_is_removed_after_the_time_that_the_operator_waits(cache: Path) -> None:
-    """For example, the node was paused after the answer."""
+    """For example, the node was suspended after the operator's answer."""
     assert clean(cache, keep=1, ask=clock_s) == [1, 2, 3, 4, 5, 9]
 
 
 @pytest.mark.parametrize("clock_error_s", [0.0, -7200.0])
 def test_a_commit_that_a_fetch_confirms_after_the_question_stays(cache: Path, clock_error_s: float) -> None:
-    """The clock of the other node may be wrong by hours."""
+    """The clock of the node that confirms the commit may be wrong by hours."""
 
     def ask() -> float:
         found_s = time.time() + clock_error_s
@@ -125,7 +127,7 @@ def test_only_the_answer_to_the_open_question_counts() -> None:
 
     threads: list[threading.Thread] = []
     asked_s = clock_s()
-    assert not question.confirm("first"), "it has not asked yet"
+    assert not question.confirm("first"), "the fetch has not asked yet"
     assert ask() == 0
     for wrong in ("", "0", "guessed", hash_token("first"), "second", "\udcff"):
         assert not question.confirm(wrong)
@@ -135,9 +137,9 @@ def test_only_the_answer_to_the_open_question_counts() -> None:
     (until_s,) = answers
     assert until_s is not None
     assert asked_s + REMOVE_WITHIN_S <= until_s <= clock_s() + REMOVE_WITHIN_S
-    assert question.number is None, "it asks no more"
+    assert question.number is None, "the fetch has ended its question"
     assert ask() == 1
-    assert not question.confirm("first"), "an answer to an earlier question"
+    assert not question.confirm("first"), "this answers an earlier question"
     assert len(answers) == 1
     assert question.confirm("second")
     threads[1].join(10)
@@ -184,7 +186,7 @@ def test_a_fetch_starts_over_if_its_folder_disappears(
         remove()
     with store.try_lock() as alone, ModelStore(cache, REPOSITORY, commit_of(1)).try_lock() as other:
         assert commit_of(1) in removed
-        assert (alone, other) == (True, False), "both look at the lock of the folder that is there"
+        assert (alone, other) == (True, False), "both fetches use the lock of the new folder"
         assert store.confirm_complete() is None
         assert store.mark_complete([]) == store.complete()
 
@@ -218,7 +220,7 @@ def test_removes_leftovers_of_a_killed_clean_up(cache: Path) -> None:
     assert clean(cache, keep=5) == [2, 3, 4, 5, 9]
 
 
-def test_nothing_else_in_the_cache_is_touched(cache: Path) -> None:
+def test_a_clean_up_changes_nothing_else_in_the_cache(cache: Path) -> None:
     model, other = cache / "acme--tiny", cache / "acme--other" / commit_of(1)
     other.mkdir(parents=True)
     unfinished = model / commit_of(7)
@@ -238,7 +240,9 @@ def test_files_that_a_kept_commit_shares_stay(cache: Path) -> None:
     assert new.read_bytes() == b"weights"
 
 
-def test_a_cache_that_cannot_be_written_keeps_all(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_keeps_all_commits(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = cache / "acme--tiny"
     (model / f".removing-{commit_of(2)}").write_text("no folder")
     cleanup = CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)
@@ -248,12 +252,12 @@ def test_a_cache_that_cannot_be_written_keeps_all(cache: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("text", ["", "[", '{"keep": 0, "in_use": [], "listed_s": 1.0}', '{"keep": 2}'])
-def test_an_incomplete_list_of_users_removes_nothing(text: str) -> None:
+def test_a_fetch_removes_no_commit_if_it_cannot_read_the_list_of_commits_in_use(text: str) -> None:
     assert read_cleanup({names.ENV_CACHE_CLEANUP: text}) is None
 
 
-def test_the_list_of_an_earlier_operator_removes_nothing() -> None:
-    """It is in another variable. So an earlier worker image does not find the list of this operator."""
+def test_a_fetch_removes_no_commit_by_the_list_of_an_earlier_operator() -> None:
+    """Earlier operators put the list into another variable, and send no tokens."""
     earlier = CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)
     assert read_cleanup({"HETEROINFER_CACHE_CLEANUP": earlier.to_json()}) is None
     without_tokens = read_cleanup({names.ENV_CACHE_CLEANUP: earlier.to_json()})

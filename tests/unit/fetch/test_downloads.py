@@ -1,4 +1,4 @@
-"""Downloads side by side: a refusal for good is raised immediately, and the lock is kept while others run."""
+"""Parallel downloads: a permanent error is raised immediately, and running downloads keep the lock."""
 
 import os
 import threading
@@ -102,7 +102,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @given(
     outcomes=st.lists(st.sampled_from(["good", "busy", "refused"]), max_size=12), at_once=st.integers(1, 5)
 )
-def test_raises_exactly_if_a_file_failed_and_fetches_no_file_twice(outcomes: list[str], at_once: int) -> None:
+def test_raises_an_error_only_if_a_file_failed_and_fetches_no_file_twice(
+    outcomes: list[str], at_once: int
+) -> None:
     fetched: list[str] = []
 
     def fetch(each: FetchedFile) -> None:

@@ -1,4 +1,4 @@
-"""A fetch pod sees the end of each of its parts: the download, the look for a stall, the progress log."""
+"""An error in any task of a fetch pod ends the pod: the download, the watch for stalls, the progress log."""
 
 import asyncio
 import hashlib
@@ -20,11 +20,11 @@ from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LIMIT_S = 20.0
 HELD_S = 4.0
-"""For so long the pod has no turn."""
+"""Time in which the pod is not scheduled."""
 
 
 class SilentHub:
-    """A hub that lists a model and sends no weights until it is released."""
+    """A hub that lists a model, but sends no weights until the test releases it."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -48,7 +48,7 @@ class SilentHub:
 
 
 class Stale(FetchJob):
-    """A job whose cache cannot be looked at any more, as over NFS."""
+    """A job whose cache cannot be read any more, as after an error of NFS."""
 
     def __init__(self, broken: str, **fields: Any) -> None:
         super().__init__(**fields)
@@ -72,7 +72,7 @@ class Stale(FetchJob):
 
 
 def run(cache: Path, broken: str, *, stall_limit_s: float) -> None:
-    """Runs a pod's fetch from a silent hub; raises what ends it."""
+    """Runs a pod's fetch from a silent hub. Raises the error that ends the fetch."""
     hub = SilentHub()
     options = FetchOptions(
         repository="acme/tiny",
@@ -110,7 +110,7 @@ def test_a_stall_ends_the_fetch(tmp_path: Path) -> None:
 
 
 def test_a_frozen_pod_resumes(tmp_path: Path) -> None:
-    """The hub may have sent data during the pause."""
+    """After a pause, the fetch first reads the data that the hub sent in this time."""
     with pytest.raises(FetchError, match="released"):
         run(tmp_path, "turns", stall_limit_s=3.0)
 

@@ -1,4 +1,4 @@
-"""How long a hub's description of a model is waited for."""
+"""The time limit for the description of a hub's model."""
 
 import signal
 import socket
@@ -11,7 +11,7 @@ from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.headers import time_limit
 
 
-def test_a_hub_that_never_ends_its_answer_is_given_up() -> None:
+def test_a_read_ends_if_a_hub_never_ends_its_answer() -> None:
     ours, theirs = socket.socketpair()
     began, before = time.monotonic(), signal.getsignal(signal.SIGALRM)
     with ours, theirs, pytest.raises(FetchError, match=r"within 0\.1 s") as refused, time_limit(0.1):

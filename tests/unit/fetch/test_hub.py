@@ -1,4 +1,4 @@
-"""What is believed of a hub's words, before the client is asked for anything."""
+"""Checks of data from a hub, before they are used."""
 
 import io
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_accepts_names_that_a_file_can_have(path: str) -> None:
         ".heteroinfer-complete.json.7",
     ],
 )
-def test_names_that_no_file_of_a_model_has(path: object) -> None:
+def test_refuses_names_that_no_file_of_a_model_can_have(path: object) -> None:
     assert not can_be_a_file(path)
 
 
@@ -57,7 +57,7 @@ def test_discards_a_body_longer_than_announced() -> None:
     assert bounded.write(b"0123456789") == 10
     with pytest.raises(OSError, match="more than the 10 bytes") as refused:
         bounded.write(b"x")
-    assert refused.value.errno is None  # the hub's fault, not the cache's
+    assert refused.value.errno is None  # an error with an errno would count as an error of the cache
     assert target.getvalue() == b""
 
 

@@ -1,4 +1,4 @@
-"""Which files of a hub's model are fetched: listings as hubs have them."""
+"""The selection of files to fetch, from realistic listings of hubs."""
 
 import pytest
 
@@ -85,7 +85,7 @@ def test_reports_the_files_of_a_repository_without_a_model() -> None:
         weight_files(listing(("config.json", "pytorch_model.bin")), None)
 
 
-def test_files_that_bear_our_own_names_are_not_the_models() -> None:
+def test_files_with_names_that_the_cache_uses_are_not_selected() -> None:
     """A repository that was filled from one of our caches contains the marker of that cache."""
     files = listing((*SHARDED, MARKER_FILE, ".parts/x.json", ".lock"))
     assert MARKER_FILE not in names(describing_files(files))

@@ -1,4 +1,4 @@
-"""A model's folder in a cache: what may be taken for complete, and what the file system's refusals mean."""
+"""A model's folder in a cache: complete and incomplete models, and errors of the file system."""
 
 import errno
 import fcntl
@@ -41,7 +41,7 @@ def test_a_file_gets_its_name_after_its_hash_is_verified(store: ModelStore) -> N
     part.write_bytes(CONTENT[:-1] + b"!")
     assert not store.finish_part(FILE)
     assert store.list_missing([FILE]) == [FILE]
-    assert not part.exists(), "what is wrong is not continued"
+    assert not part.exists(), "a part with a wrong hash is not continued"
     store.open_part(FILE).write_bytes(CONTENT)
     assert store.finish_part(FILE)
     assert store.list_missing([FILE]) == []
@@ -50,7 +50,7 @@ def test_a_file_gets_its_name_after_its_hash_is_verified(store: ModelStore) -> N
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become two users")
 def test_a_part_of_another_user_of_the_group_is_continued(tmp_path: Path) -> None:
-    """Two users take turns in one folder that their group may write, as with a volume's fsGroup."""
+    """Two users fetch into one folder that their group may write, as with a volume's fsGroup."""
     os.chown(tmp_path, 0, 3000)
     tmp_path.chmod(0o2770)
     for folder in tmp_path.parents:
@@ -124,7 +124,7 @@ def test_a_truncated_marker_is_ignored(store: ModelStore) -> None:
 def test_a_marker_that_is_not_a_file_is_ignored(store: ModelStore) -> None:
     marker = store.folder / MARKER_FILE
     os.mkfifo(marker)
-    writer = os.open(marker, os.O_RDWR)  # it is opened, and nothing comes
+    writer = os.open(marker, os.O_RDWR)  # the marker can be opened, but contains nothing
     try:
         assert read_marker(store.folder) is None
     finally:
@@ -146,7 +146,7 @@ def test_only_one_fetch_holds_the_lock(store: ModelStore, tmp_path: Path) -> Non
 def test_a_part_that_is_too_long_starts_over(store: ModelStore) -> None:
     part = store.open_part(FILE)
     part.write_bytes(CONTENT * 2)
-    assert store.done_bytes([FILE]) == len(CONTENT), "never more than all"
+    assert store.done_bytes([FILE]) == len(CONTENT), "no more than the size of the files"
     assert store.open_part(FILE).stat().st_size == 0
     assert part.parent.name == ".parts"
 
@@ -194,14 +194,14 @@ def test_two_fetches_without_locks_do_not_take_each_others_parts(
         assert first.finish_part(FILE)
         first.mark_complete([FILE])
         slow.write_bytes(CONTENT)
-        assert second.finish_part(FILE), "it is not the volume's fault that another was faster"
+        assert second.finish_part(FILE), "the other fetch was faster, which is no fault of the volume"
         second.mark_complete([FILE])
     assert second.complete() is not None
     assert {path.name for path in second.folder.iterdir()} == {MARKER_FILE, "sub", ".lock"}
 
 
 def test_a_vanished_folder_does_not_end_the_measurement_of_the_cache(store: ModelStore) -> None:
-    """As when another fetch of the model removes its parts."""
+    """For example, another fetch of the model removes its parts."""
     stop = threading.Event()
 
     def churn() -> None:

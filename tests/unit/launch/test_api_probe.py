@@ -1,4 +1,4 @@
-"""What a leader makes of an API server that does not answer, or whose answer it had no turn to read."""
+"""The health check of vLLM's API server: no answer, a late answer, and a leader that was not scheduled."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from vllm_heteroinfer.launch import api_probe
 async def results(
     answer: bytes | None, awake_s: Callable[[], float], count: int, *, address: str = "127.0.0.1"
 ) -> tuple[list[bool], int]:
-    """Returns what is said after each of some probes, and how often the server was asked."""
+    """Returns the results of `count` checks, and the number of requests that the server got."""
     said: list[bool] = []
     asked = open_connections = 0
 
@@ -23,7 +23,7 @@ async def results(
         if answer is not None:
             writer.write(answer)
         else:
-            await reader.read()  # until the probe gives up
+            await reader.read()  # until the check ends the connection
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
@@ -78,7 +78,7 @@ async def test_repeats_an_unscheduled_attempt_a_limited_number_of_times() -> Non
     assert said == [False]
     assert asked == api_probe.MAX_TRIES
 
-    turns = itertools.chain([0.0, 0.0], itertools.count(1.0, 1.0))  # none during the first try
+    turns = itertools.chain([0.0, 0.0], itertools.count(1.0, 1.0))  # not scheduled in the first attempt
     said, asked = await results(None, lambda: next(turns), 1)
     assert said == [False]
     assert asked == 2

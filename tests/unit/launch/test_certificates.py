@@ -1,4 +1,4 @@
-"""Authorities of a private network beside the system's."""
+"""Certificate authorities of a private network are trusted in addition to the system's."""
 
 import ssl
 from pathlib import Path

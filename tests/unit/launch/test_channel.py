@@ -1,4 +1,4 @@
-"""Both ends of the channel, over a real socket pair."""
+"""Both ends of the channel between supervisor and rank, over a real socket pair."""
 
 import fcntl
 import os
@@ -93,7 +93,9 @@ def test_the_heartbeat_age_is_that_of_the_group_and_grows_without_messages(
     assert reporter.heartbeat_age_s() > first
 
 
-def test_a_request_to_drain_persists_and_is_answered(ends: tuple[RankChannel, RankReporter]) -> None:
+def test_a_rank_keeps_a_request_to_drain_and_reports_when_it_has_drained(
+    ends: tuple[RankChannel, RankReporter],
+) -> None:
     channel, reporter = ends
     assert not reporter.asked_to_drain()
     channel.send(SupervisorMessage(group_age_s=0.0, drain=True))
@@ -118,7 +120,7 @@ def test_messages_to_a_closed_channel_are_dropped(ends: tuple[RankChannel, RankR
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has reporters speak a hundred times as often, so that a buffer is full in a moment."""
+    """Makes reporters send a hundred times as often, so that a buffer is full within a moment."""
     monkeypatch.setattr(pod_channel, "BEAT_INTERVAL_S", 0.002)
 
 
@@ -136,7 +138,7 @@ def reporting() -> Iterator[tuple[RankChannel, RankReporter, threading.Event]]:
 
 
 def fill(channel: RankChannel) -> None:
-    """Returns once the reporter's beats fill the buffer, which nobody reads."""
+    """Waits until the reporter's messages fill the buffer, which no process reads."""
     unread, since = 0, time.monotonic()
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() - since < 0.2:
@@ -148,7 +150,7 @@ def fill(channel: RankChannel) -> None:
 
 
 def test_a_stopped_supervisor_gets_the_newest_state_after_it_resumes(quick: None) -> None:
-    """Whole lines are dropped while the buffer is full; the next one has the newest state."""
+    """While the buffer is full, whole lines are dropped. The next line has the newest state."""
     with reporting() as (channel, reporter, gone):
         reporter.set_work("step 1")
         fill(channel)
@@ -185,7 +187,7 @@ def test_the_end_of_the_supervisor_ends_the_process() -> None:
 
 
 def test_a_supervisor_of_another_version_ends_the_process() -> None:
-    """If only the thread for the channel ended, the process could neither send nor receive."""
+    """If only the channel's thread ended, the process would continue without a channel."""
     ours, theirs = socket.socketpair()
     gone = threading.Event()
     reporter = RankReporter(theirs, 0, gone.set)
@@ -201,7 +203,7 @@ def test_a_supervisor_of_another_version_ends_the_process() -> None:
     ),
     pauses=st.sets(st.integers(0, 59)),
 )
-def test_no_half_line_is_ever_read(lines: list[str], pauses: set[int]) -> None:
+def test_only_whole_lines_are_read(lines: list[str], pauses: set[int]) -> None:
     """The reader may pause at any time. It then reads whole lines in the order in which they were sent."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

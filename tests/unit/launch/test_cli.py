@@ -1,4 +1,4 @@
-"""What the worker's commands leave as their word."""
+"""The termination messages of the worker's commands."""
 
 from dataclasses import replace
 from pathlib import Path

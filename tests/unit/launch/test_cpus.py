@@ -1,4 +1,4 @@
-"""Cores and NUMA nodes: what the kernel shows, and how ranks share them."""
+"""Cores and NUMA nodes: read from the kernel's files, and divided among ranks."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def cpu_set(*cpus: int, nodes: tuple[int, ...] = (0,)) -> CpuSet:
     return CpuSet(cpus=cpus, nodes=nodes)
 
 
-def test_reserved_cpus_are_the_first_ones() -> None:
+def test_the_first_cpus_are_reserved() -> None:
     assert allocate(ONE_NODE, ranks=2, reserved=2) == (cpu_set(2, 3, 4), cpu_set(5, 6, 7))
 
 

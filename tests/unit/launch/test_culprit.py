@@ -1,4 +1,4 @@
-"""Who is to blame."""
+"""The choice of the failure that caused a group's end."""
 
 import random
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_the_text_of_an_error_does_not_decide_the_culprit(
 
 
 def test_the_cause_is_found_in_any_order_of_reports() -> None:
-    # The death is seen last, as over a slow network.
+    # The evidence of the killed rank arrives last, as over a slow network.
     evidence = [
         Evidence(failure=CLOSED, age_s=0.2, lost=Lost.RANK),
         Evidence(failure=ABORTED, age_s=0.19),
@@ -89,7 +89,7 @@ def test_the_cause_is_found_in_any_order_of_reports() -> None:
 
 
 def test_an_input_error_of_a_rank_is_not_a_lost_peer() -> None:
-    """A rank that reads from NFS raised first. Then the end of its engine ended another rank."""
+    """A rank failed to read from NFS. The end of the engine then ended another rank."""
     own = replace(RAISED, message="OSError: [Errno 104] Connection reset by peer while reading /models (NFS)")
     gone = replace(CLOSED, message="PeerGoneError: the engine's calls have ended")
     evidence = [Evidence(failure=own, age_s=2.0), Evidence(failure=gone, age_s=0.1, lost=Lost.ENGINE)]
@@ -111,7 +111,7 @@ OWN_WORDS = st.sampled_from(
 
 @st.composite
 def accused_ranks(draw: st.DrawFn) -> tuple[Failure, list[Evidence]]:
-    """Draws what rank 2 says of its end, and all that others say: accusations of it, and lost connections."""
+    """Draws rank 2's report of its own failure, and evidence of others: accusations and lost connections."""
     ages = st.floats(0.0, 5.0)
     own = draw(OWN_WORDS)
     accusation = replace(RAISED, reason=FailureReason.STEP_TIMEOUT, message="rank 2 gave no answer")
@@ -193,11 +193,11 @@ def silent(rank: int, silent_s: float) -> RankBeat:
         ([stuck(0, 301.0), stuck(1, 1.0)], 0),
         ([stuck(0, 310.0, 1), stuck(1, 301.0)], 1),
         ([stuck(2, 310.0, 1), stuck(1, 310.0, 0), stuck(0, 305.0)], 0),
-        # It began to wait before the other began to compute.
+        # Rank 0 began to wait before rank 1 began to compute.
         ([stuck(0, 301.0, 1), stuck(1, 299.0)], 1),
-        # Its message is lost: nobody else is late.
+        # No other rank is late, so the message that rank 0 waits for was lost.
         ([stuck(0, 310.0, 1), stuck(1, 3.0)], 0),
-        # Each waits for the other; one must be named, and the search must end.
+        # The ranks wait for each other. The search must end, and name one of them.
         ([stuck(0, 310.0, 1), stuck(1, 310.0, 0)], 1),
         ([], None),
     ],
@@ -210,12 +210,12 @@ def test_names_the_rank_that_blocks_the_others(ranks: list[RankBeat], culprit: i
 @pytest.mark.parametrize(
     ("ranks", "culprit", "reason"),
     [
-        # It hangs, and says nothing of it: others wait for a rank that is not busy, as far as is known.
+        # Rank 1 hangs and sends nothing. Its last report does not show that it is busy.
         ([stuck(0, 310.0, 1), silent(1, 305.0)], 1, FailureReason.RANK_STOPPED),
         ([stuck(0, 301.0, 1), silent(1, 299.0)], 1, FailureReason.RANK_STOPPED),
         ([silent(1, 301.0)], 1, FailureReason.RANK_STOPPED),
         ([silent(1, 299.0)], None, None),
-        # What it waited for when it last spoke says nothing.
+        # The wait in the last report of a silent rank is outdated.
         (
             [replace(stuck(0, 310.0, 1), silent_s=309.0), stuck(1, 305.0, 2), stuck(2, 1.0)],
             0,
@@ -223,7 +223,7 @@ def test_names_the_rank_that_blocks_the_others(ranks: list[RankBeat], culprit: i
         ),
     ],
 )
-def test_names_a_rank_that_sends_nothing(
+def test_names_a_silent_rank_as_the_culprit(
     ranks: list[RankBeat], culprit: int | None, reason: FailureReason | None
 ) -> None:
     failure = find_stuck_rank(ranks, 300.0)

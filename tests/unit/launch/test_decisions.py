@@ -1,4 +1,4 @@
-"""Hand-shake, readiness, the kernel's words on a process, and exits in words."""
+"""The check of a follower's identity, readiness, /proc/PID/stat, and descriptions of exits."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
             0,
             None,
         ),
-        (  # the group's own first request, before which the API server does not listen, is stuck in a rank
+        (  # rank 1 is busy with the group's own first request; the API server listens only after this request
             GroupView(
                 plan=PLAN,
                 beats=(
@@ -102,7 +102,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
             1,
             3,
         ),
-        (  # who waits for one that is ready is as suspect as any
+        (  # a rank that waits for a ready rank is as suspect as a rank that does not wait
             GroupView(
                 plan=PLAN,
                 beats=(
@@ -136,7 +136,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
             1,
             None,
         ),
-        (  # the engine, which all that are not ready wait for, is in pod 0 and no rank
+        (  # all unready ranks wait for the engine, which is in pod 0 and is not a rank
             GroupView(
                 plan=PLAN,
                 beats=(
@@ -153,7 +153,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
             0,
             None,
         ),
-        (  # which may wait for a rank itself
+        (  # the engine may itself wait for rank 3
             GroupView(
                 plan=PLAN,
                 beats=(
@@ -167,7 +167,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
             1,
             3,
         ),
-        (  # what a silent rank said last says nothing
+        (  # the last report of a silent rank is outdated
             GroupView(
                 plan=PLAN,
                 beats=(
@@ -202,7 +202,7 @@ def test_a_group_is_ready_when_all_its_parts_are(
 
 @st.composite
 def waiting(draw: st.DrawFn) -> list[RankBeat]:
-    """Draws beats of some ranks, each of which waits for any, for one that is not there, or for none."""
+    """Draws beats of some ranks. Each rank waits for a rank, for a rank that does not exist, or for none."""
     ranks = draw(st.permutations(PLAN.ranks))[: draw(st.integers(0, len(PLAN.ranks)))]
     phases, awaited = st.sampled_from(list(RankPhase)), st.none() | st.integers(0, len(PLAN.ranks))
     return [
@@ -232,7 +232,7 @@ def test_names_the_rank_that_all_others_wait_for(order: list[int], data: st.Data
     hanging, *others = order
     phases = st.sampled_from([RankPhase.CONNECTING, RankPhase.LOADING, RankPhase.WARMING_UP])
     beats = [beat(hanging, PLAN.ranks[hanging].pod, data.draw(phases))]
-    for number, rank in enumerate(others, start=1):  # each for one before it, however far it has come itself
+    for number, rank in enumerate(others, start=1):  # each waits for an earlier rank of `order`
         awaited = data.draw(st.sampled_from(order[:number]))
         beats.append(replace(beat(rank, PLAN.ranks[rank].pod, data.draw(phases)), waiting_for_rank=awaited))
     assert GroupView(plan=PLAN, beats=tuple(beats)).awaited_rank == hanging
@@ -256,7 +256,7 @@ def test_status_has_every_rank() -> None:
         ("t", 0x400040, 5, ProcessObservation(state=ProcessState.STOPPED)),
     ],
 )
-def test_stat_of_a_process_with_an_ugly_name(
+def test_parses_the_stat_of_a_process_whose_name_has_parentheses(
     state: str, flags: int, status: int, seen: ProcessObservation
 ) -> None:
     # Field 3 is the state, 9 the flags, 52 the exit code (proc_pid_stat(5)).

@@ -1,4 +1,4 @@
-"""An API server or engine that answers nothing is overdue, unless a rank is busy."""
+"""An API server or engine that does not answer is overdue, unless a rank is busy."""
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ def update(
     )
 
 
-def test_an_engine_that_answers_nothing_is_reported() -> None:
+def test_an_engine_that_does_not_answer_is_reported() -> None:
     clock = EngineClock(LIMIT_S, 100.0)
     answers = []
     for now_s, waits_s in ((110.0, 0.0), (111.5, 1.5), (111.6, 1.6)):
@@ -41,7 +41,7 @@ def test_an_engine_that_answers_nothing_is_reported() -> None:
     assert "(stepTimeout)" in failure.message
 
 
-def test_an_api_server_that_answers_nothing_is_reported_before_its_engine() -> None:
+def test_an_api_server_that_does_not_answer_is_reported_before_its_engine() -> None:
     clock = EngineClock(LIMIT_S, 100.0)
     update(clock, 111.0, api=False, waits_s=11.0)
     failure = clock.find_overdue()
@@ -68,7 +68,7 @@ def test_a_long_step_does_not_count_as_silence() -> None:
         assert clock.engine_answers
         assert clock.find_overdue() is None
     update(clock, 3600.2, waits_s=3600.2)
-    assert clock.engine_answers, "the answer may be on its way"
+    assert clock.engine_answers, "the engine may have sent an answer that has not arrived"
     update(clock, 3600.4)
     assert clock.engine_answers
 
@@ -76,7 +76,7 @@ def test_a_long_step_does_not_count_as_silence() -> None:
 @given(
     ticks=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=200),
 )
-def test_an_engine_is_overdue_after_a_limit_without_answers_and_busy_ranks(
+def test_an_engine_is_overdue_after_a_silence_without_a_busy_rank(
     ticks: list[tuple[bool, bool, bool]],
 ) -> None:
     """Events are random.
@@ -95,7 +95,7 @@ def test_an_engine_is_overdue_after_a_limit_without_answers_and_busy_ranks(
 
 
 @pytest.mark.parametrize("limit_s", [10.0, 300.0, 86400.0])
-def test_an_engine_is_overdue_after_the_limit_of_its_resource(limit_s: float) -> None:
+def test_an_engine_is_overdue_after_the_step_timeout_of_its_resource(limit_s: float) -> None:
     clock = EngineClock(limit_s, 0.0)
     update(clock, limit_s, waits_s=limit_s)
     assert clock.find_overdue() is None

@@ -1,4 +1,4 @@
-"""The environment of each process, and what the cgroups allow."""
+"""The environment of each process of a pod, and the CPU limits of cgroups."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +154,7 @@ def test_a_relay_to_other_pods_has_a_cpu_and_spins_if_no_limit_forbids_it() -> N
     free = set(relaying[names.ENV_RELAY_CPUS].split(","))
     lane = rank_environment(both, LEADER, near, {}, HOST)
     bound = {cpu for env in (relaying, lane) for cpu in env["OMP_PLACES"].strip("{}").split(",")}
-    assert len(free) >= 3  # the engine's two, and its own
+    assert len(free) >= 3  # two CPUs of the engine, and the relay's own CPU
     assert not free & bound
     assert relaying[names.ENV_FEED_FORWARD_SPIN] == "0.002"
     limited = rank_environment(both, LEADER, asking, {}, replace(HOST, cpu_quota=8.0))
@@ -234,7 +234,7 @@ def test_pods_of_one_machine_share_its_cores() -> None:
         4,
         4,
         4,
-    ]  # 16 less 2 of the engine, 1 of the GPU rank
+    ]  # 16 CPUs, minus 2 for the engine and 1 for the GPU rank
     assert len({cpu for cpu_set in cpu_sets for cpu in cpu_set}) == 12
     assert {"0", "1", "2"}.isdisjoint(cpu for cpu_set in cpu_sets for cpu in cpu_set)
     host = replace(HOST, cpus=cpus(64))
@@ -302,7 +302,7 @@ def test_reads_the_cpu_quota_of_cgroup_v2_in_a_container(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
 def test_reads_the_cpu_quota_of_cgroup_v1(tmp_path: Path, mount: str) -> None:
-    # The path is the host's; the container sees its own group at the root.
+    # /proc/self/cgroup has the host's path. In the container, the pod's own cgroup is the root.
     write(tmp_path / mount / "cpu.cfs_quota_us", "150000\n")
     write(tmp_path / mount / "cpu.cfs_period_us", "100000\n")
     assert cpu_quota(tmp_path, "4:memory:/x\n3:cpu,cpuacct:/kubepods/pod1\n0::/\n") == 1.5

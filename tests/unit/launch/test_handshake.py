@@ -1,4 +1,4 @@
-"""Two ends with one key understand each other; whatever else is said or repeated is refused."""
+"""The handshake accepts two ends with the same key, and refuses all other and all repeated lines."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which address of an interface a pod tells its peers."""
+"""The choice of the address of an interface."""
 
 import ipaddress
 
@@ -11,7 +11,7 @@ from vllm_heteroinfer.launch.host import first_not_link_local
     ("found", "told"),
     [
         (["10.0.0.7", "fe80::1", "fd00::7"], "10.0.0.7"),
-        (["fe80::1", "fd00::7"], "fd00::7"),  # the kernel may list that of the link first
+        (["fe80::1", "fd00::7"], "fd00::7"),  # the kernel may list a link-local address first
         (["fe80::1"], None),
         ([], None),
     ],

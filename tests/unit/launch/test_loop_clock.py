@@ -1,4 +1,4 @@
-"""A peer's silence counts only while our own turns come; busy machines get more time, up to a limit."""
+"""A peer's silence counts only while this process runs. Busy machines get more time, up to a limit."""
 
 import pytest
 from hypothesis import given
@@ -17,32 +17,32 @@ LIMIT_S = 1.5
 
 
 def run(clock: LoopClock, now_s: float, until_s: float, every_s: float = BEAT_S) -> float:
-    """Takes turns until then; returns the time of the last."""
+    """Records a turn every `every_s` seconds until `until_s`. Returns the time of the last turn."""
     while now_s + every_s <= until_s + 1e-9:
         now_s += every_s
         clock.turn(now_s)
     return now_s
 
 
-def test_on_an_idle_machine_time_is_unchanged() -> None:
+def test_the_clock_of_an_idle_supervisor_counts_all_time() -> None:
     clock = LoopClock(BEAT_S, 100.0)
     run(clock, 100.0, 110.0)
     assert clock.late_s() == pytest.approx(0.0, abs=1e-9)
     assert clock.awake_s(110.1) - clock.awake_s(110.0) == pytest.approx(0.1)
 
 
-def test_time_without_turns_does_not_count() -> None:
-    """A process that got no CPU for 5 s has seen at most 0.4 s of silence of its peers."""
+def test_time_in_which_the_process_does_not_run_does_not_count() -> None:
+    """Of 5 s without a CPU, only 0.4 s count as silence of a peer."""
     clock = LoopClock(BEAT_S, 100.0)
     begin_s = clock.awake_s(100.0)
-    assert clock.awake_s(105.0) - begin_s == pytest.approx(2 * BEAT_S)  # also before the turn that is due
+    assert clock.awake_s(105.0) - begin_s == pytest.approx(2 * BEAT_S)  # the late turn is not recorded yet
     clock.turn(105.0)
     assert clock.awake_s(105.0) - begin_s == pytest.approx(2 * BEAT_S)
     assert clock.late_s() == pytest.approx(4.8)
 
 
 def test_delays_of_more_than_an_interval_add_up() -> None:
-    """If a turn comes each second where five are due, a silence of 1.5 s is noticed after 3.75 s."""
+    """Of each second with one turn instead of five, 0.4 s count."""
     clock = LoopClock(BEAT_S, 100.0)
     begin_s = clock.awake_s(100.0)
     run(clock, 100.0, 107.0, every_s=1.0)
@@ -51,7 +51,7 @@ def test_delays_of_more_than_an_interval_add_up() -> None:
 
 @given(st.lists(st.floats(0.0, BEAT_S), min_size=1, max_size=60))
 def test_limits_take_no_longer_on_a_busy_node(delays_s: list[float]) -> None:
-    """Turns that are late by less than an interval each still count in full."""
+    """Delays of less than an interval count in full."""
     clock, now_s = LoopClock(BEAT_S, 0.0), 0.0
     for delay_s in delays_s:
         now_s += BEAT_S + delay_s
@@ -59,7 +59,7 @@ def test_limits_take_no_longer_on_a_busy_node(delays_s: list[float]) -> None:
     assert clock.awake_s(now_s) == pytest.approx(now_s)
 
 
-def test_a_late_turn_is_remembered_for_a_while() -> None:
+def test_a_late_turn_counts_for_the_length_of_the_window() -> None:
     clock = LoopClock(BEAT_S, 100.0)
     clock.turn(101.2)
     now_s = run(clock, 101.2, 101.2 + WINDOW_S - 1)

@@ -1,4 +1,4 @@
-"""A start that moves goes on; one that stands still is overdue."""
+"""A start without progress is overdue after the time-out."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def test_loaded_bytes_phases_and_the_api_count_as_progress() -> None:
     assert clock.is_overdue(moves[-1], 9.0 * len(moves) + 2.0)
 
 
-def test_waiting_for_a_pod_does_not_count_as_a_standstill() -> None:
+def test_waiting_for_a_pod_does_not_count_as_missing_progress() -> None:
     clock = StartClock(TIMEOUT_S)
     waiting = replace(view(), missing_pods=(1,))
     assert not clock.is_overdue(waiting, 0.0)

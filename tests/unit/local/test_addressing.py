@@ -66,7 +66,7 @@ def test_an_api_port_in_use_is_reported() -> None:
         other.bind((LOOPBACK, port))
         other.listen()
         with pytest.raises(
-            PortsTakenError, match=f"port {port} on 127.0.0.1: another program uses it.*--port"
+            PortsTakenError, match=f"port {port} on 127.0.0.1: another program uses the port.*--port"
         ):
             _addressing(port - 1).check_api_ports(2)
     _addressing(port).check_api_ports(1)

@@ -192,6 +192,7 @@ def test_the_chart_has_the_same_defaults_of_fetch_egress() -> None:
         "x",
         '{"port": [1]}',
         '{"ports": 1}',
+        '{"cidrs": "10.0.0.0/8"}',
         '{"ports": ["443"]}',
         '{"ports": [0]}',
         '{"ports": [true]}',

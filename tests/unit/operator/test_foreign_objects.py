@@ -177,10 +177,13 @@ def changed(draw: st.DrawFn, plausible: Manifest) -> Manifest:
     return stored
 
 
+EACH_TYPE: tuple[object, ...] = ([], {}, 0, -1.5, True, "text", None)
+
+
 def single_changes(plausible: Manifest) -> Iterator[Manifest]:
     """Yields the object with one field as each JSON type, for all fields."""
     for *parents, name in places(plausible):
-        for value in ([], {}, 0, -1.5, True, "text", None):
+        for value in EACH_TYPE:
             stored = copy.deepcopy(plausible)
             holder: Any = stored
             for parent in parents:
@@ -335,7 +338,7 @@ def test_a_grace_period_of_any_length_has_an_end(grace_s: int, now: datetime, pa
     deletions = OwnClock(lambda: now, lambda: passed[0])
     deletions.record("pod", "stamp", later_s=float(grace_s))
     passed[0] = float(passed_s)
-    moment = deletions.moment("pod")
+    moment = deletions.time_of("pod")
     assert moment is not None
     assert moment <= datetime.max.replace(tzinfo=UTC)
 

@@ -89,7 +89,7 @@ def test_a_node_counts_as_lost_by_one_clock(skew_s: int, states: Sequence[tuple[
         silences.record("n", stamp)
         clocks.now += timedelta(seconds=seconds)
         silences.record("n", stamp)  # seen again, like after a list
-        view = NodeView(name="n", allocatable={}, unreachable_since=silences.moment("n"))
+        view = NodeView(name="n", allocatable={}, unreachable_since=silences.time_of("n"))
         loss = NodeLoss(nodes={"n": view}, after=AFTER, now=clocks.now)
         pod = PodView(name="p", uid="p", labels={}, created=START, node="n")
         assert loss.is_silent(pod) is (known_since is not None and clocks.now - known_since >= AFTER)
@@ -141,7 +141,7 @@ def test_a_pause_of_the_operator_does_not_count_as_silence_of_a_node() -> None:
         pass_time(AwakeClock.TICK_S)
         awake.awake_s()
     pass_time(3600)
-    moment = silences.moment("n")
+    moment = silences.time_of("n")
     assert moment is not None
     assert timedelta(seconds=20) <= now - moment <= timedelta(seconds=26)
 
@@ -154,9 +154,9 @@ def test_setting_the_clock_changes_no_wait(set_by: timedelta) -> None:
     silences.record("n", "since")
     for _ in range(3):
         now, passed_s = now + timedelta(milliseconds=10_003), passed_s + 10
-        assert silences.moment("n") == START, "small differences of the clock do not change the time"
+        assert silences.time_of("n") == START, "small differences of the clock do not change the time"
     now += set_by
-    moment = silences.moment("n")
+    moment = silences.time_of("n")
     assert moment is not None
     assert abs((now - moment).total_seconds() - 30) < 0.1
-    assert silences.moment("n") == moment
+    assert silences.time_of("n") == moment

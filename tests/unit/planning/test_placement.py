@@ -281,7 +281,7 @@ def test_reports_the_missing_capacity_if_no_zone_has_space_for_all_pods() -> Non
         "nodes a0, a1, a2 have capacity for 1 (6 free of 6 CPUs); "
         "b: needs 4 pods (role r) with 4 CPUs, and there is capacity for 2; "
         "nodes b0, b1 have capacity for 1 (6 free of 6 CPUs); "
-        "their podAffinity requires one value for all pods"
+        "podAffinity requires one value for all pods"
     )
     assert reported(app(1, near=(NEAR,)), node("bare")) == (
         f"needs 1 pod (role r) with 4 CPUs; node bare has no label {ZONE}, which the pod's podAffinity names"

@@ -90,7 +90,7 @@ def test_tensor_mode_over_both_devices_puts_the_gpu_first() -> None:
     assert planned.plan.engine.eager_gpu, "a captured forward would hold collectives with the CPU"
     assert not planned.plan.engine.eager_cpu
     assert planned.notes[0] == eager_reason(planned.plan)
-    assert "Mode Pipeline" in planned.notes[1]
+    assert "mode Pipeline" in planned.notes[1]
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,18 @@ def test_a_stage_without_a_layer_that_has_a_cache_is_refused(first: dict[str, An
     )
     planned = plan(spec({**first, "layers": [3]}, gpu(layers=[29]), **last), model).plan
     assert planned.layers_by_stage == (3, 29)
+
+
+def test_layers_that_fit_but_not_each_stage_with_a_cache_are_refused_with_the_cause() -> None:
+    kinds = (LayerKind(attention=AttentionKind.NONE), profile().layer(0))
+    model = profile(kinds=kinds, kind_of_layer=(1, 1, *(0,) * 30))
+    error = refusal(spec(cpu(pods=2, memory="12Gi")), model=model)
+    assert error.reason == "InsufficientMemory"
+    assert (
+        "no split of the model's 32 layers over 2 stages fits: each stage needs a layer with a KV"
+        in error.message
+    )
+    assert "0 of the model" not in error.message
 
 
 def test_each_planned_stage_has_a_layer_with_a_cache() -> None:

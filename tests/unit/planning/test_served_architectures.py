@@ -16,7 +16,7 @@ from tests.unit.planning.planned_models import gpu, plan, profile, spec
         ("EagleLlamaForCausalLM", "the draft of another model"),
         (
             "MiniMaxM1ForCausalLM",
-            "vLLM no longer serves MiniMaxM1ForCausalLM; the last version that did was 0.23.0",
+            r"vLLM no longer serves MiniMaxM1ForCausalLM \(the last version with this class was 0.23.0\)",
         ),
     ],
 )

@@ -337,7 +337,7 @@ def test_refuses_experts_that_cpus_would_compute_differently() -> None:
     assert plan(beside, limited).plan
     assert plan(beside, replace(limited, architecture="Step3p5ForCausalLM")).plan
     plan(spec(gpu(deviceMemory="80Gi")), limited)
-    with pytest.raises(PlanError, match="vLLM's router for them needs a GPU"):
+    with pytest.raises(PlanError, match="vLLM's router for zero experts needs a GPU"):
         plan(spec(*MIXED), replace(model, architecture="LongcatFlashForCausalLM"))
 
 

@@ -1,4 +1,4 @@
-"""A rank that asks accuses a feed-forward rank by its number; the own report of a rank names itself."""
+"""The failure report of an asking rank names the late rank. Other reports name the rank itself."""
 
 import pytest
 

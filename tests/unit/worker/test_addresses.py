@@ -1,4 +1,4 @@
-"""Where a process of a pod listens, and which address it gives to others."""
+"""The addresses at which a process of a pod listens, and the address that other pods use."""
 
 import socket
 
@@ -21,7 +21,7 @@ from vllm_heteroinfer.pod.addresses import (
         ("127.0.0.7", "127.0.0.7"),
         ("localhost", "127.0.0.1"),
         ("10.0.0.7", "::"),
-        ("llama-0-1-0.llama-0-ranks.ns.svc", "::"),  # need not resolve yet
+        ("llama-0-1-0.llama-0-ranks.ns.svc", "::"),  # DNS may not have this name yet
     ],
 )
 def test_loopback_stays_on_loopback_and_a_pod_listens_everywhere(host: str, listens: str) -> None:

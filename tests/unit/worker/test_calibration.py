@@ -1,4 +1,4 @@
-"""What `heteroinfer-worker calibrate` makes of what its measuring processes report."""
+"""`heteroinfer-worker calibrate` builds the calibration from the output of measuring processes."""
 
 import functools
 import json
@@ -78,7 +78,7 @@ def test_lines_of_results_become_a_calibration_and_logs_do_not() -> None:
         '{"kind": "x", "begun": 1, "lists": 2}',
     ],
 )
-def test_an_invalid_result_line_loses_only_itself(odd: str) -> None:
+def test_an_invalid_line_does_not_affect_other_results(odd: str) -> None:
     found = MeasuredResults()
     for each in (odd, line("readings", threads=2, node=ALL_NODES, bytes_per_s=2e10)):
         found.store_line(each)
@@ -104,7 +104,7 @@ def test_without_a_reading_calibration_fails_with_the_reason() -> None:
         build_calibration(found, VERSIONS, started=0.0, duration_s=0.0)
 
 
-def test_the_text_fits_a_termination_message_whatever_was_skipped() -> None:
+def test_the_text_fits_a_termination_message_with_any_skipped_measurements() -> None:
     skipped = [line("skipped", what=f"kernel {i}", why="y" * 500) for i in range(20)]
     kernels = [
         line(
@@ -122,7 +122,7 @@ def test_the_text_fits_a_termination_message_whatever_was_skipped() -> None:
     assert len(fit_text(built).encode()) <= MAX_TERMINATION_MESSAGE_BYTES
 
 
-def test_each_numa_node_is_measured_with_its_own_cpus_and_the_kernels_last() -> None:
+def test_measures_each_numa_node_with_its_own_cpus_and_the_kernels_last() -> None:
     cpus = tuple(Cpu(id=number, core=number % 8, node=number % 8 // 4) for number in range(16))
     cores = one_of_each_core(cpus)
     assert [cpu.id for cpu in cores] == list(range(8))
@@ -216,7 +216,7 @@ def _popen_code(popen: Any, code: str, command: list[str], **options: Any) -> An
     return popen([command[0], "-c", code, *command[3:]], **options)
 
 
-def test_the_machine_is_read_from_the_kernel() -> None:
+def test_reads_the_hardware_from_the_files_of_linux() -> None:
     cpus = (Cpu(id=0, core=0), Cpu(id=1, core=0), Cpu(id=2, core=2, node=1))
     machine = observe_hardware(CPUINFO, cpus, one_of_each_core(cpus), "")
     assert (machine.cpu, machine.cpus, machine.cores, machine.numa_nodes) == (
@@ -256,7 +256,7 @@ def write_caches(folder: Path, cpu: int, shared_by: dict[str, str]) -> None:
         (cache / "shared_cpu_list").write_text(cpus + "\n")
 
 
-def test_a_quota_is_of_any_cores_and_not_of_the_first_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_limit_counts_cores_and_does_not_select_the_first_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     siblings = tuple(Cpu(id=number, core=number // 2) for number in range(16))
     monkeypatch.setattr(hardware, "observe_cpus", lambda *_: siblings)
     for quota, cpus, cores in ((None, 16, 8), (4.0, 4, 4), (0.5, 1, 1), (12.0, 12, 8)):

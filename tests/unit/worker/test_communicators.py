@@ -1,4 +1,4 @@
-"""Which way the collectives of a group go."""
+"""The choice of the transport for a group's collectives."""
 
 from pathlib import Path
 

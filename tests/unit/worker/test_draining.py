@@ -1,4 +1,4 @@
-"""Requests of an API server that ends: counted, answered, refused."""
+"""A server that drains counts and answers running requests, and refuses new requests."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers once it is let go on."""
+    """Answers a request. Waits first if the scope has a gate."""
     if "gate" in scope:
         await scope["gate"].wait()
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -59,7 +59,7 @@ def test_a_drain_waits_for_running_requests(clock: Clock) -> None:
 def test_a_drain_accepts_requests_for_a_moment_and_then_refuses_them_with_a_message(clock: Clock) -> None:
     draining.DRAIN.begin()
     assert asyncio.run(get())[0]["status"] == 200
-    assert not draining.DRAIN.is_done(), "more may be on their way"
+    assert not draining.DRAIN.is_done(), "more requests may arrive"
     clock.now_s += STILL_ACCEPTED_S
     draining.DRAIN.begin()
     start, body = asyncio.run(get())
@@ -88,7 +88,7 @@ def test_a_realtime_connection_is_closed(clock: Clock) -> None:
 
 
 class Posted:
-    """A request whose body has begun, before a server that reads it and then answers."""
+    """A request whose body has begun, and an app that reads the body and then answers."""
 
     def __init__(self) -> None:
         self.body: asyncio.Queue[Any] = asyncio.Queue()
@@ -147,7 +147,7 @@ def test_a_missing_request_body_does_not_delay_a_drain(clock: Clock) -> None:
 
 
 def test_an_answer_that_began_before_the_request_body_ended_is_complete(clock: Clock) -> None:
-    """A server may stream while it still listens for its client's end."""
+    """An app may stream its answer while it still reads the request."""
 
     async def scenario() -> None:
         posted = Posted()

@@ -1,4 +1,4 @@
-"""Which arguments a user may give, and what a plan makes of them."""
+"""vLLM's arguments: the user's, the plan's, and the refused ones."""
 
 import argparse
 import re
@@ -46,7 +46,7 @@ def plan(*extra_args: str) -> Plan:
         ["--enable-prefix-caching", "--no-enforce-eager"],
     ],
 )
-def test_every_spelling_of_an_owned_option_is_found(args: list[str]) -> None:
+def test_every_spelling_of_an_option_that_the_plan_sets_is_found(args: list[str]) -> None:
     (found,) = find_refused(args)
     assert PLAN_OWNED[found.option] == found.remedy
     assert found.reason == f"the plan sets {found.option}"
@@ -101,9 +101,11 @@ def test_every_spelling_of_a_refused_option_is_refused(option: str, data: st.Dat
     assert repr(spelled + suffix) in str(refused)
 
 
-def test_arguments_write_every_owned_setting() -> None:
+def test_the_arguments_contain_every_setting_of_the_plan() -> None:
     args = arguments.arguments(plan("--enable-prefix-caching"), LAUNCH, plan().ranks[1])
-    assert args.index("--enable-prefix-caching") < args.index("--model"), "the plan's come last and win"
+    assert args.index("--enable-prefix-caching") < args.index("--model"), (
+        "of two values, vLLM takes the last one, which must be the plan's"
+    )
     pairs = dict(pairwise(args))
     assert pairs["--dtype"] == "float32"
     assert pairs["--block-size"] == "32"
@@ -122,15 +124,15 @@ def test_eager_is_set_for_each_device_separately() -> None:
     assert "--no-enforce-eager" in arguments.arguments(mixed, LAUNCH, mixed.ranks[1])
 
 
-def test_refuses_an_owned_argument_with_a_fix() -> None:
+def test_refuses_an_argument_that_the_plan_sets_with_a_fix() -> None:
     with pytest.raises(ContractError, match=r"'--dtype=half' is refused: the plan sets --dtype. Set spec"):
         arguments.arguments(plan("--dtype=half"), LAUNCH, plan().ranks[0])
 
 
 def test_the_worker_has_no_list_of_allowed_arguments() -> None:
-    """A plan was allowed when it was made.
+    """The operator checks the lists of allowed arguments when it makes a plan.
 
-    Its group restarts with this plan even if the lists are stricter now.
+    A group restarts with its old plan even if the lists are stricter now.
     """
     args = ("--middleware", "a.B", "--api-key", "x", "--trust-remote-code", "--runner", "generate")
     assert set(args) <= set(arguments.arguments(plan(*args), LAUNCH, plan().ranks[0]))
@@ -152,7 +154,7 @@ def test_gpu_ranks_of_a_mixed_stage_always_run_eagerly() -> None:
     assert "--no-enforce-eager" in arguments.arguments(alone, LAUNCH, alone.ranks[0])
 
 
-def test_gpu_ranks_of_a_mixed_group_do_not_tune_with_the_whole_world() -> None:
+def test_gpu_ranks_of_a_group_with_cpu_ranks_do_not_autotune() -> None:
     mixed = mixed_stage(Device.GPU, Device.CPU)
     assert "--no-enable-flashinfer-autotune" in arguments.arguments(mixed, LAUNCH, mixed.ranks[0])
     assert "--no-enable-flashinfer-autotune" not in arguments.arguments(mixed, LAUNCH, mixed.ranks[1])
@@ -184,7 +186,7 @@ def test_cpu_ranks_of_mode_feed_forward_read_gpu_formats_as_safetensors() -> Non
         assert read == [asked, "safetensors" if asked in load_formats.GPU_FORMATS else asked]
 
 
-def test_a_loader_of_other_files_is_refused_with_feed_forward_ranks() -> None:
+def test_a_load_format_that_feed_forward_ranks_cannot_read_is_refused() -> None:
     plan = feed_forward_plan(Path("/model"), num_layers=4, remote=[2, 3])
     args = argparse.Namespace(load_format="tensorizer")
     with pytest.raises(ContractError, match=r"--load-format must be auto or .* \(got tensorizer\)"):

@@ -1,4 +1,4 @@
-"""Ranks that differ are distinguished, in words."""
+"""Differences between the settings of ranks are found, and described in messages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ def plan() -> Plan:
     return build_plan(Path("/model"), layers=[1, 1, 1], pods=[2, 1])
 
 
-def test_settings_survive_json() -> None:
+def test_settings_are_equal_after_writing_and_reading() -> None:
     other = fingerprint.from_json(fingerprint.to_json(SETTINGS))
     fingerprint.compare(plan(), [SETTINGS, other, other])
 
@@ -68,7 +68,7 @@ def test_eager_may_differ_by_device_only() -> None:
 
 
 def test_feed_forward_ranks_compare_only_the_models_files() -> None:
-    """They have no configuration of vLLM, and take their settings from the asking rank's recipe."""
+    """Feed-forward ranks get their settings from the recipe, and have no configuration of vLLM."""
     both = feed_forward_plan(Path("/model"), num_layers=1, remote=[0])
     fingerprint.compare(both, [SETTINGS, {"model": SETTINGS["model"]}])
     with pytest.raises(fingerprint.ConfigMismatchError, match=r"block_size must be 32, .*got None"):

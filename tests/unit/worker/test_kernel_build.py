@@ -27,4 +27,4 @@ def test_prints_a_line_before_and_after_it_compiles(
     assert before == f"kernels: compiling {files} files, which can take 6 minutes"
     assert after.startswith("kernels: compiled in ")
     assert build.main(arguments) == 0
-    assert capsys.readouterr() == (printed.out, ""), "nothing is compiled again"
+    assert capsys.readouterr() == (printed.out, ""), "the second build compiles nothing"

@@ -1,4 +1,4 @@
-"""An error says that a peer is lost where it is raised; its words decide nothing."""
+"""The code that raises an error marks the error as a lost peer. The text of the error does not matter."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ KINDS: list[Callable[[str], Exception]] = [
 
 
 def raised(error: Exception) -> Exception:
-    """Returns an error that this module's code has raised."""
+    """Raises an error in this module, so that the error has a traceback. Returns the error."""
     try:
         raise error
     except Exception as same:
@@ -44,7 +44,7 @@ def test_a_ranks_own_error_is_recognized_with_any_text(kind: Callable[[str], Exc
 
 
 @given(st.sampled_from(KINDS[:3]), st.sampled_from(WORDS), st.none() | st.integers(0, 3))
-def test_a_connection_error_is_marked_with_any_text(
+def test_a_connection_error_counts_as_a_lost_peer_whatever_its_text(
     kind: Callable[[str], Exception], words: str, peer: int | None
 ) -> None:
     with pytest.raises(PeerGoneError) as caught, Conversation(peer, "a send"):
@@ -54,18 +54,18 @@ def test_a_connection_error_is_marked_with_any_text(
     assert find_lost_process(caught.value) is (Lost.ENGINE if peer is None else Lost.RANK)
 
 
-def test_the_mark_of_an_errors_cause_counts() -> None:
+def test_an_error_that_a_lost_peer_caused_counts_as_a_lost_peer() -> None:
     with pytest.raises(RuntimeError) as caught:
         raise RuntimeError("the step failed") from PeerLostError(1, 2.0, "no sign of it")
     assert find_lost_process(caught.value) is Lost.RANK
 
 
-def test_a_defect_during_a_message_is_not_a_lost_peer() -> None:
+def test_an_error_of_our_code_during_a_conversation_is_not_a_lost_peer() -> None:
     with pytest.raises(ValueError, match="shape"), Conversation(1, "a send"):
         raise ValueError("shape")
 
 
-def test_a_mark_is_not_marked_again() -> None:
+def test_a_conversation_keeps_the_peer_of_an_error_that_names_one() -> None:
     with pytest.raises(PeerLostError) as caught, Conversation(2, "a send"):
         raise PeerLostError(1, 2.0, "no sign of it")
     assert caught.value.peer == 1

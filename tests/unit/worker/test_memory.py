@@ -1,4 +1,4 @@
-"""KvHeadroom for the KV cache: what the kernel tells, shares, and what is said of too little."""
+"""Memory for the KV cache: limits of the kernel, shares of ranks, and errors for too little memory."""
 
 import resource
 from dataclasses import replace
@@ -66,7 +66,7 @@ def test_ranks_divide_memory_in_the_ratio_of_their_planned_caches() -> None:
 
 
 def test_ranks_without_a_cache_get_equal_shares_of_memory() -> None:
-    """A stage whose layers read the caches of others has none of its own."""
+    """A rank has no KV cache if its layers read the caches of other layers."""
     cpu = tuple(replace(rank, device=Device.CPU, kv_cache_bytes=0) for rank in PLAN.ranks)
     plan = replace(PLAN, ranks=cpu)
     shares = [headroom.share_of_memory(plan, replace(LEADER, pod_index=r.pod), r) for r in plan.ranks]

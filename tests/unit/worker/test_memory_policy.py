@@ -1,11 +1,11 @@
-"""Memory of the nodes of a rank's cores; in a process of its own, since it stays set."""
+"""The NUMA memory policy of a rank. Runs in a process of its own, because the policy stays set."""
 
 import subprocess
 import sys
 
 
 def policy(*nodes: str) -> tuple[str, str]:
-    """Returns what `prefer_nodes` says, and the policy of the process's first mapping."""
+    """Returns the problem that `prefer_nodes` reports, and the policy of the process's first mapping."""
     script = (
         "import sys\n"
         "from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes\n"
@@ -22,7 +22,7 @@ def policy(*nodes: str) -> tuple[str, str]:
 def test_one_node_is_preferred_and_several_nodes_are_interleaved() -> None:
     for nodes, expected in ((("0",), "prefer:0"), (("0", "5"), "interleave:0")):
         problem, mapped = policy(*nodes)
-        if problem:  # a sandbox without libnuma, or one that forbids it, must be said in words
+        if problem:  # a sandbox without libnuma, or without the right to call it
             assert "libnuma1" in problem or "set_mempolicy" in problem
         else:
             assert mapped.startswith(expected)

@@ -1,4 +1,4 @@
-"""The way of NCCL's tensors is found in its log, which it writes as it does by itself."""
+"""NCCL's transports are read from its log."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_reads_the_log_file_that_the_environment_names() -> None:
     assert log is not None
     assert log.used_transports() == frozenset()
     assert env["NCCL_DEBUG"] == "INFO"
-    with open(env["NCCL_DEBUG_FILE"], "w") as file:  # as NCCL opens it, once
+    with open(env["NCCL_DEBUG_FILE"], "w") as file:  # NCCL opens the file once, too
         for way in ("P2P/CUMEM", "P2P/CUMEM", "NET/IB/0"):
             file.write(f"{LINE}Channel 00/0 : 0[0] -> 1[1] via {way}\n")
             file.flush()
@@ -41,7 +41,7 @@ def test_reads_the_log_file_that_the_environment_names() -> None:
     assert log.used_transports() == {"nccl_p2p", "nccl_net_ib"}
 
 
-def test_a_report_accepts_the_longest_name_of_a_network() -> None:
+def test_a_report_accepts_the_longest_name_of_a_transport() -> None:
     (transport,) = find_transports(f"{LINE}Channel 01/0 : 1[0] -> 0[0] [send] via NET/{'N' * 32}/0")
     RankStatus(rank=0, pod=0, transports=(f"ranks:{transport}",)).check()
     with pytest.raises(ContractError, match="transports"):

@@ -1,4 +1,4 @@
-"""VLLM_HETEROGENEOUS_DEVICE chooses the platform, whatever hardware is there (seeds 000, 001)."""
+"""VLLM_HETEROGENEOUS_DEVICE chooses the platform, independent of the hardware."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Lines out of pieces, in bounded memory."""
+"""Output that arrives in pieces becomes lines, in bounded memory."""
 
 from vllm_heteroinfer.calibration.process_output import MAX_LINE_BYTES, LineReader
 
@@ -11,13 +11,13 @@ def lines_of(*pieces: bytes) -> list[str]:
     return found
 
 
-def test_lines_are_joined_from_any_pieces() -> None:
+def test_joins_lines_that_arrive_in_pieces() -> None:
     assert lines_of(b"on", b"e\ntwo\n\nth", b"ree") == ["one", "two", ""]
     assert lines_of(b"on", b"e\ntwo\n\nth", b"ree", b"") == ["one", "two", "", "three"]
     assert lines_of(b"") == []
     assert lines_of(b"\xff\n") == ["\ufffd"]
 
 
-def test_a_line_without_an_end_uses_bounded_memory() -> None:
+def test_a_line_without_an_end_is_cut() -> None:
     long, short = lines_of(*[b"x" * 100_000] * 100, b"\nnext\n")
     assert (len(long), short) == (MAX_LINE_BYTES, "next")

@@ -1,4 +1,4 @@
-"""Prompts are scored for a few tokens at a time, each token once; vLLM does it in kernels/test_serving.py."""
+"""Log-probabilities of a prompt are computed for a few tokens at a time, and for each token once."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ ROWS = 3
 
 
 class Runner:
-    """A runner whose method keeps vLLM's rules about where a prompt goes on, and when it ends."""
+    """A runner whose method follows vLLM's rules for the position in a prompt and for its end."""
 
     def __init__(self, prompts: dict[str, int]) -> None:
         self.prompts = prompts

@@ -1,4 +1,4 @@
-"""That a mode which surrounds another one passes its hooks on. By the sources: the modules import vLLM."""
+"""A mode that contains another mode calls its hooks. Reads the sources, because the modules import vLLM."""
 
 import ast
 
@@ -10,7 +10,7 @@ HOOKS = {name for name in vars(RankMode) if not name.startswith("_")} - {"follow
 
 
 def hooks(module: str, class_name: str) -> dict[str, str]:
-    """Returns the hooks that a class has of its own, with their text."""
+    """Returns the sources of the hooks that a class defines itself, by name."""
     tree = ast.parse((WORKER / module).read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     methods = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name in HOOKS]

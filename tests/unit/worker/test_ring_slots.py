@@ -1,4 +1,4 @@
-"""The ring's memory, and the order of its slots."""
+"""The division of the GPU's ring into slots, and the order in which slots are used."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +37,7 @@ def test_slots_are_used_in_turn() -> None:
     ]
 
 
-def test_an_early_copy_serves_once() -> None:
+def test_an_early_copy_is_used_once() -> None:
     order = SlotOrder()
     assert order.take(content(1, 0)) == (0, False)
     assert order.take_early(content(0, 0)) == 1
@@ -46,7 +46,7 @@ def test_an_early_copy_serves_once() -> None:
     assert order.take(content(0, 0)) == (2, False)
 
 
-def test_fewer_but_not_more_or_other_experts_of_an_early_copy_may_be_used() -> None:
+def test_an_early_copy_serves_its_first_experts_but_no_others() -> None:
     order = SlotOrder()
     assert order.take_early(content(0, 0, 4)) == 0
     assert order.take(content(0, 0, 5)) == (1, False)
@@ -54,7 +54,7 @@ def test_fewer_but_not_more_or_other_experts_of_an_early_copy_may_be_used() -> N
     assert order.take(content(0, 0, 3)) == (0, True)
 
 
-def test_an_unused_early_copy_frees_its_slot() -> None:
+def test_the_slot_of_an_unused_early_copy_is_used_again() -> None:
     order = SlotOrder()
     assert [order.take_early(content(0, 4 * number)) for number in range(SLOTS + 1)] == [0, 1, 2, None]
     assert order.take(content(5, 0)) == (0, False)

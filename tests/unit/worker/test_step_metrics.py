@@ -1,4 +1,4 @@
-"""A step's time is explained by its parts."""
+"""The metrics of a rank: the time of a step is the sum of its parts."""
 
 import ctypes
 import mmap
@@ -32,7 +32,7 @@ def test_compute_wait_and_transfer_add_up_to_the_step() -> None:
     try:
         rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
         metrics = RankMetrics(rank, LAUNCH, reporter)
-        metrics.add_transfer("send", 1.0, 1 << 20)  # of the warm-up, which belongs to no step
+        metrics.add_transfer("send", 1.0, 1 << 20)  # a transfer of the warm-up belongs to no step
         metrics.begin_call()
         metrics.add_wait(1e-9)
         metrics.add_transfer("send", 2e-9, 4096)
@@ -93,7 +93,7 @@ def test_the_transfer_time_of_a_step_is_at_most_its_duration() -> None:
 
 
 @pytest.mark.parametrize("ends", ["before the call is left", "after it", "in the next step"])
-def test_the_time_of_a_step_with_an_early_copy_counts_once(ends: str) -> None:
+def test_time_counts_once_if_the_device_is_done_before_the_call_returns(ends: str) -> None:
     """The GPU's last copy may be done before the worker's call returns, or long after."""
     ours, theirs = RankChannel.open_pair()
     reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
@@ -126,12 +126,12 @@ def test_the_time_of_a_step_with_an_early_copy_counts_once(ends: str) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["its last copy", "a whole step"])
 def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
-    """So a hanging device is named, and its engine does not count as hanging in that time."""
+    """The supervisor then blames a hanging device, and not the engine."""
     ours, theirs = RankChannel.open_pair()
     reporter = RankReporter(theirs, 0, on_supervisor_lost=lambda: None)
 
     def busy() -> str | None:
-        """Returns what the rank says now: the line after the next, which may have been on its way."""
+        """Returns the work in the rank's second report from now. The first may be an older report."""
         ours.read()
         said: list[RankMessage] = []
         deadline = time.monotonic() + 5
@@ -183,7 +183,7 @@ def test_steps_of_the_groups_own_request_have_names_of_their_own() -> None:
 def test_locked_memory_is_the_kernels_count(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tx\nVmLck:\t    8 kB\nVmPin:\t  16 kB\n")
     assert locked_memory_bytes(tmp_path) == 24 * 1024
-    for status in ("Name:\tx\n", "Name:\tx\nVmLck:\t 8 kB\n"):  # gVisor has neither
+    for status in ("Name:\tx\n", "Name:\tx\nVmLck:\t 8 kB\n"):  # gVisor lacks one or both fields
         (tmp_path / "status").write_text(status)
         assert locked_memory_bytes(tmp_path) == 0
     before = locked_memory_bytes()

@@ -1,4 +1,4 @@
-"""The number of experts on the GPU, and its measurement."""
+"""The number of experts that the GPU computes, and the measurements behind it."""
 
 from dataclasses import replace
 
@@ -37,16 +37,16 @@ def measured(
     )
 
 
-def test_both_sides_end_at_the_same_time() -> None:
+def test_gpu_and_cpus_finish_a_layer_at_the_same_time() -> None:
     assert measured(512, 0.03, 0.01).gpu_experts(0.0, EXPERTS) == 90  # 90 / 120 * 10 ms, and 30 / 120 * 30 ms
 
 
-def test_the_gpu_copies_during_the_exchange_too() -> None:
+def test_the_gpu_also_copies_during_the_exchange() -> None:
     number = measured(512, 0.03, 0.02, exchange_s=0.005).gpu_experts(0.0, EXPERTS)
     assert number / EXPERTS * 0.02 == pytest.approx(0.005 + (1 - number / EXPERTS) * 0.03, abs=5e-4)
 
 
-def test_the_gpu_copies_in_gaps_too_as_far_as_the_ring_has_room() -> None:
+def test_the_gpu_also_copies_in_gaps_if_the_ring_has_room() -> None:
     times = measured(512, 0.03, 0.02)
     numbers = [times.gpu_experts(0.005, ahead) for ahead in (0, 30, EXPERTS)]
     assert numbers == sorted(numbers)
@@ -54,13 +54,13 @@ def test_the_gpu_copies_in_gaps_too_as_far_as_the_ring_has_room() -> None:
 
 
 def test_the_gpu_takes_all_experts_if_it_is_about_as_fast_alone() -> None:
-    """The GPU alone needs no answers of CPUs, and its time varies less."""
+    """Without CPUs, the GPU does not wait for answers, so the time of a layer varies less."""
     times = measured(8192, 1.0, 0.022)
     assert times.period_s(119, 0.0, EXPERTS) < times.period_s(EXPERTS, 0.0, EXPERTS)
     assert times.gpu_experts(0.0, EXPERTS) == EXPERTS
 
 
-def test_fewer_rows_than_measured_are_left_to_the_cpus() -> None:
+def test_cpus_compute_all_experts_for_fewer_rows_than_measured() -> None:
     balance = Balance([measured(64, 0.01, 0.01), measured(128, 0.02, 0.01)])
     assert balance.gpu_experts(63, 0.0, EXPERTS) == 0
     assert balance.gpu_experts(64, 0.0, EXPERTS) == 60
@@ -73,7 +73,7 @@ def test_more_rows_than_measured_need_more_time_except_for_copies() -> None:
     assert balance.gpu_experts(192, 0.0, EXPERTS) == measured(192, 0.03, 0.01).gpu_experts(0.0, EXPERTS)
 
 
-def test_finds_the_fewest_rows_of_which_the_gpu_computes_experts() -> None:
+def test_finds_the_fewest_rows_with_which_the_gpu_computes_experts() -> None:
     balance = Balance([measured(64, 0.001, 1.0), measured(128, 0.02, 0.01)])
     first = balance.first_rows(EXPERTS, 256)
     assert 64 < first < 128
@@ -81,7 +81,7 @@ def test_finds_the_fewest_rows_of_which_the_gpu_computes_experts() -> None:
     assert Balance([measured(64, 0.001, 10.0)]).first_rows(EXPERTS, 256) == 0
 
 
-def test_a_size_at_which_the_gpu_does_not_help_is_left_to_the_cpus() -> None:
+def test_cpus_compute_all_experts_if_the_gpu_does_not_help() -> None:
     balance = Balance([measured(64, 0.001, 1.0), measured(128, 0.02, 0.01)])
     assert balance.gpu_experts(64, 0.0, EXPERTS) == 0
     assert balance.gpu_experts(128, 0.0, EXPERTS) > 0
@@ -121,7 +121,7 @@ def test_measurements_find_the_rates_with_any_number_of_experts(
         assert point.exchange_s == pytest.approx(0.0, abs=1e-9)
 
 
-def test_the_slow_first_use_of_both_at_the_same_time_does_not_count() -> None:
+def test_does_not_count_the_first_run_of_gpu_and_cpus_together() -> None:
     used: list[int] = []
 
     def run(rows: int, number: int) -> LayerTimes:
@@ -136,7 +136,7 @@ def test_the_slow_first_use_of_both_at_the_same_time_does_not_count() -> None:
     assert 40 < point.gpu_experts(0.0, 128) < 50
 
 
-def test_measures_no_more_rows_once_cpus_take_long() -> None:
+def test_stops_measuring_when_cpus_take_long() -> None:
     runs: list[tuple[int, int]] = []
 
     def run(rows: int, number: int) -> LayerTimes:
@@ -155,7 +155,7 @@ def test_measured_numbers_of_rows_are_above_captured_graphs() -> None:
     assert list(rows_to_measure(0, 16)) == [16]
 
 
-def test_gaps_of_fewer_rows_are_used_for_more_rows_but_not_the_reverse() -> None:
+def test_uses_the_gap_of_fewer_rows_for_more_rows_but_not_the_reverse() -> None:
     gaps = Gaps()
     assert gaps.gap_s(512) == 0.0
     gaps.note(512, 0.001)

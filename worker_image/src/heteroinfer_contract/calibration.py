@@ -131,9 +131,9 @@ class KernelRate:
         points = [(1.0, self.bytes_per_s), *zip(map(float, MORE_ROWS), self.more_rows, strict=False)]
         if len(points) == 1:
             return self.bytes_per_s
-        most_rows, last = points[-1]
+        most_rows, last_rate = points[-1]
         if rows >= most_rows:
-            return last * most_rows / rows
+            return last_rate * most_rows / rows
         # The time per byte is interpolated, because it grows evenly with the rows. The rate does not.
         return 1 / _interpolate([(count, 1 / rate) for count, rate in points], max(rows, 1.0))
 
@@ -301,6 +301,11 @@ class Calibration(codec.JsonValue):
                 f"Calibration.readings: must contain a reading of all NUMA nodes (node {ALL_NODES}). Measure "
                 "again with heteroinfer-worker calibrate"
             )
+        self._check_measurements()
+        self._check_texts()
+
+    def _check_measurements(self) -> None:
+        """Checks that the numbers of all measurements are in range; raises ContractError."""
         for reading in self.readings:
             _check_rates("MemoryReading", bytes_per_s=reading.bytes_per_s)
             codec.at_least(1, "MemoryReading", threads=reading.threads)
@@ -318,7 +323,6 @@ class Calibration(codec.JsonValue):
             codec.at_most(_LONGEST_S, "Hop", seconds=hop.seconds)
         if self.gpu is not None:
             _check_rates("GpuRate", **dataclasses.asdict(self.gpu))
-        self._check_texts()
 
     def _check_texts(self) -> None:
         """Checks that texts are not longer than MAX_TEXT; raises ContractError."""

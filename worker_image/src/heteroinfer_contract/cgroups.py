@@ -27,9 +27,9 @@ def cgroup_directories(root: Path, own_cgroups: str, controller: str) -> Iterato
     """
     for line in own_cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
+        if not controllers:  # version 2, alone or beside version 1
             mounts = [root, root / "unified"]
-        elif controller in controllers.split(","):
+        elif controller in controllers.split(","):  # version 1; a mount can have several controllers
             mounts = [root / controllers, root / controller]
         else:
             continue
@@ -67,11 +67,11 @@ def available_memory(cgroups: Path, own_cgroups: str, meminfo: str) -> int:
 
 
 def _unused_bytes_of_limits(cgroups: Path, own_cgroups: str) -> Iterator[int]:
-    """Yields the bytes that each memory limit of this process' cgroups still allows."""
+    """Yields the bytes that each memory limit of this process's cgroups still allows."""
     for cgroup in cgroup_directories(cgroups, own_cgroups, "memory"):
         for limit_name, usage_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ("memory.max", "memory.current"),  # version 2
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
         ):
             limit, usage = cgroup / limit_name, cgroup / usage_name
             if not (limit.exists() and usage.exists()):

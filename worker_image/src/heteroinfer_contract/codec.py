@@ -29,7 +29,8 @@ _KIND_NAMES: Final[Mapping[Any, str]] = {
     bool: "true or false",
     str: "a text",
 }
-_SAME_VERSION: Final = "Use the same version of operator and worker"
+SAME_VERSION: Final = "Use the same version of operator and worker"
+"""Fix for a value that this version cannot read."""
 
 
 def to_json(value: Any) -> str:
@@ -38,7 +39,7 @@ def to_json(value: Any) -> str:
 
 
 def as_json_types(value: Any) -> Any:
-    """Converts a contract value to JSON types; immutable values are not copied."""
+    """Converts a contract value to the types that `json` writes: dataclasses to dicts, tuples to lists."""
     if isinstance(value, tuple | list):
         return [as_json_types(item) for item in value]
     kind: Any = type(value)
@@ -157,14 +158,14 @@ def from_mapping(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
 def _decode(kind: Any, raw: Any, where: str) -> Any:
     """Converts a parsed JSON value to the type `kind`; raises ContractError that begins with `where`."""
     origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
+    if origin in (typing.Union, types.UnionType):  # an optional value: a type, or None
         if raw is None:
             return None
         (inner,) = (arg for arg in typing.get_args(kind) if arg is not type(None))
         return _decode(inner, raw, where)
     if origin is tuple:
         if not isinstance(raw, list | tuple):
-            raise ContractError(f"{where}: must be a list (got {_shortened_repr(raw)}). {_SAME_VERSION}")
+            raise ContractError(f"{where}: must be a list (got {_shortened_repr(raw)}). {SAME_VERSION}")
         item = typing.get_args(kind)[0]
         return tuple(_decode(item, value, f"{where}[{i}]") for i, value in enumerate(raw))
     if dataclasses.is_dataclass(kind):
@@ -175,7 +176,7 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
         except ValueError as error:
             choices = ", ".join(str(choice.value) for choice in kind)
             raise ContractError(
-                f"{where}: must be one of {choices} (got {_shortened_repr(raw)}). {_SAME_VERSION}"
+                f"{where}: must be one of {choices} (got {_shortened_repr(raw)}). {SAME_VERSION}"
             ) from error
     return _decode_scalar(kind, raw, where)
 
@@ -187,13 +188,14 @@ def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
         return float(raw)
     if not isinstance(raw, kind) or (kind is int and isinstance(raw, bool)):
         raise ContractError(
-            f"{where}: must be {_KIND_NAMES[kind]} (got {_shortened_repr(raw)}). {_SAME_VERSION}"
+            f"{where}: must be {_KIND_NAMES[kind]} (got {_shortened_repr(raw)}). {SAME_VERSION}"
         )
     if isinstance(raw, float) and not math.isfinite(raw):
-        raise ContractError(f"{where}: must be a finite number (got {raw})")
+        raise ContractError(f"{where}: must be a finite number (got {raw}). {SAME_VERSION}")
     if isinstance(raw, int) and abs(raw) > MAX_INT:
         raise ContractError(
-            f"{where}: must be from -{MAX_INT} to {MAX_INT} (got a number of {raw.bit_length()} bits)"
+            f"{where}: must be from -{MAX_INT} to {MAX_INT} (got a number of {raw.bit_length()} bits). "
+            f"{SAME_VERSION}"
         )
     # JSON can escape a lone surrogate, but UTF-8 cannot encode it.
     return raw.encode(errors="replace").decode() if isinstance(raw, str) else raw
@@ -233,15 +235,15 @@ def _shortened_repr(raw: Any) -> str:
 def _decode_dataclass(kind: Any, raw: Any, where: str) -> Any:
     """Converts a parsed JSON object to a dataclass; raises ContractError."""
     if not isinstance(raw, Mapping):
-        raise ContractError(f"{where}: must be a JSON object (got {_shortened_repr(raw)}). {_SAME_VERSION}")
+        raise ContractError(f"{where}: must be a JSON object (got {_shortened_repr(raw)}). {SAME_VERSION}")
     fields = _fields_of(kind)
     unknown = sorted(set(raw) - {field.name for field in fields})
     if unknown:
-        raise ContractError(f"{where}: has unknown field {_shortened_repr(unknown[0])}. {_SAME_VERSION}")
+        raise ContractError(f"{where}: has unknown field {_shortened_repr(unknown[0])}. {SAME_VERSION}")
     values: dict[str, Any] = {}
     for field in fields:
         if field.name in raw:
             values[field.name] = _decode(field.kind, raw[field.name], f"{where}.{field.name}")
         elif field.is_required:
-            raise ContractError(f"{where}: field {field.name!r} is missing. {_SAME_VERSION}")
+            raise ContractError(f"{where}: field {field.name!r} is missing. {SAME_VERSION}")
     return kind(**values)

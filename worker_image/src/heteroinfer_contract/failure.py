@@ -121,7 +121,7 @@ class Failure:
 
 
 def _cut_middle(text: str, limit_bytes: int) -> str:
-    """Removes the middle of `text` until its JSON fits; two thirds of the rest are from the beginning."""
+    """Cuts out the middle of `text`, to `limit_bytes` of JSON. Keeps more of the beginning."""
     if len(json.dumps(text)) <= limit_bytes:
         return text
     beginning = _cut_one_end(text, limit_bytes * 2 // 3, keeps_end=False)
@@ -132,7 +132,7 @@ def _cut_middle(text: str, limit_bytes: int) -> str:
 
 
 def _cut_one_end(text: str, limit_bytes: int, *, keeps_end: bool) -> str:
-    """Cuts the end of `text`, or with `keeps_end` its beginning, until its JSON fits."""
+    """Cuts the end of `text`, or with `keeps_end` its beginning, to `limit_bytes` of JSON."""
     while (size_bytes := len(json.dumps(text))) > limit_bytes:
         # Cut in proportion to the bytes, because an escaped character can take 12 bytes.
         kept_chars = len(text) * limit_bytes // (size_bytes + 1)

@@ -109,6 +109,6 @@ def _parse_option(arg: str, following: Sequence[str]) -> GivenOption:
     if name.startswith("--"):
         name = name.replace("_", "-")
     elif name not in SHORT and arg[:2] in SHORT:
-        name, path, value = arg[:2], [], arg[2:]
+        name, path, value = arg[:2], [], arg[2:]  # such as -O3
         values = (value,)
     return GivenOption(arg=arg, name=SHORT.get(name, name), path=tuple(path), value=value, values=values)

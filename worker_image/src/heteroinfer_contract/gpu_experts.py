@@ -9,8 +9,11 @@ from typing import Final
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
 """Gated activations that the CPU kernels and vLLM's GPU kernel for experts support."""
 LEAST_GAIN: Final = 0.95
-"""A division of experts is used only if a layer takes at most this part of the simpler division's time."""
+"""A division of experts is used only if a layer takes at most this part of the time of each simpler one.
+
+The simplest division has all experts on CPUs; then follows the division with all experts on the GPU.
+"""
 LEAST_ROWS: Final = 64
 """Minimum number of rows of which the GPU computes some experts, if vLLM captures no CUDA graphs."""
 SLOTS: Final = 3
-"""Slots of a ring: copies that are in flight, or wait until the GPU unpacks them."""
+"""Number of slots of a ring. A slot holds a copy that is in flight, or waits until the GPU unpacks it."""

@@ -96,7 +96,8 @@ class RankStatus:
         codec.at_most(MAX_TRANSPORTS, "RankStatus", transports=len(self.transports))
         if not all(map(_TRANSPORT.fullmatch, self.transports)):
             raise ContractError(
-                f"RankStatus.transports: each must match {_TRANSPORT.pattern} (got {list(self.transports)})"
+                f"RankStatus.transports: each must match {_TRANSPORT.pattern} (got {list(self.transports)}). "
+                f"{codec.SAME_VERSION}"
             )
 
 
@@ -129,7 +130,10 @@ class GroupReport(codec.JsonValue):
         )
         if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))):
             first_ranks = [rank.rank for rank in self.ranks[:_SHOWN_RANKS]]
-            raise ContractError(f"GroupReport.ranks: must be ranks 0..n-1 in order (got {first_ranks}, ...)")
+            raise ContractError(
+                f"GroupReport.ranks: must be ranks 0..n-1 in order (got {first_ranks}, ...). "
+                f"{codec.SAME_VERSION}"
+            )
         for rank in self.ranks:
             rank.check()
         for name in ("loaded_bytes", "total_bytes"):

@@ -148,6 +148,7 @@ class FetchedModel(codec.JsonValue):
         codec.at_least(0, "FetchedModel", size_bytes=self.size_bytes)
         if not is_commit(self.commit):
             raise ContractError(
-                f"FetchedModel.commit: must be the hash of a commit (got {self.commit[:80]!r})"
+                f"FetchedModel.commit: must be the hash of a commit (got {self.commit[:80]!r}). "
+                f"{codec.SAME_VERSION}"
             )
         self.profile.check()

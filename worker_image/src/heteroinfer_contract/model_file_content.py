@@ -72,7 +72,7 @@ def not_readable(path: Path, error: OSError) -> ModelFilesError:
     fix = "Check the path and its volume"
     if error.errno in (errno.EACCES, errno.EPERM):
         fix = "Make the model readable for all users (chmod -R a+rX)"
-    return ModelFilesError(f"{path}: user {os.getuid()} cannot read it: {error.strerror}. {fix}")
+    return ModelFilesError(f"{path}: cannot be read by user {os.getuid()} ({error.strerror}). {fix}")
 
 
 def dangling(link: Path) -> ModelFilesError:

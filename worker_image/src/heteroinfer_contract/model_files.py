@@ -118,31 +118,15 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def _read_profile(directory: Path) -> ModelProfile:
-    """Reads the sizes of the model in `directory`; the caller converts unexpected errors."""
+    """Reads the sizes of the model in `directory`. `read_profile` converts unexpected errors."""
     config, consolidated = _read_config(directory)
     text = text_config(config)
     stored = _read_distinct_tensors(_weight_files(directory, consolidated))
     dtype, scheme = _weights_dtype(text, stored, directory), read_scheme(config, text)
     tensors = [_with_loaded_size(tensor, dtype, scheme) for tensor in stored]
-    num_layers = _positive_number(text, directory, "num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise ModelFilesError(
-            f"{directory / CONFIG_FILE}: num_hidden_layers must be at most {MAX_LAYERS} (got {num_layers}). "
-            "Download the model again, or use another model"
-        )
+    num_layers = _number_of_layers(text, directory)
     attention = layer_attention(text)
-    sharing_layers = {index for index, kind in enumerate(attention) if kind.shares_kv}
-    weights = sum_weights(tensors, num_layers, sharing_layers)
-    for index in range(num_layers):
-        if is_empty_block(text, index):
-            # The layer has no weights by design, so it is not missing.
-            weights.layers.setdefault(index, LayerBytes())
-    # Checks only served layers. Layers from `num_layers` on are for speculation (multi-token prediction).
-    if missing := sorted(set(range(num_layers)) - set(weights.layers)):
-        raise ModelFilesError(
-            f"{directory}: weights of layers {_shortened_list(missing)} are missing; {CONFIG_FILE} has "
-            f"num_hidden_layers {num_layers}. Download the model again"
-        )
+    weights = _sum_complete_weights(tensors, text, num_layers, attention, directory)
     # A checkpoint without a head ties the head to the embedding, even if config.json does not state this.
     # Some checkpoints with a tied head keep a copy of the head; vLLM does not load the copy (dropped_bytes).
     tied = bool(text.get("tie_word_embeddings", False)) or weights.head == 0
@@ -188,6 +172,44 @@ def _read_profile(directory: Path) -> ModelProfile:
         host_table_bytes=weights.host_tables,
         faults=find_faults(text, stored, scheme, experts),
     )
+
+
+def _number_of_layers(text: Mapping[str, Any], directory: Path) -> int:
+    """Returns the number of layers in a config; raises ModelFilesError if it is out of range."""
+    num_layers = _positive_number(text, directory, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise ModelFilesError(
+            f"{directory / CONFIG_FILE}: num_hidden_layers must be at most {MAX_LAYERS} (got {num_layers}). "
+            "Download the model again, or use another model"
+        )
+    return num_layers
+
+
+def _sum_complete_weights(
+    tensors: Sequence[Tensor],
+    text: Mapping[str, Any],
+    num_layers: int,
+    attention: Sequence[LayerKind],
+    directory: Path,
+) -> Weights:
+    """Returns the weights of each part of a model.
+
+    Raises:
+        ModelFilesError: a layer has no weights, although its config does not mark the layer as empty.
+    """
+    sharing_layers = {index for index, kind in enumerate(attention) if kind.shares_kv}
+    weights = sum_weights(tensors, num_layers, sharing_layers)
+    for index in range(num_layers):
+        if is_empty_block(text, index):
+            # The layer has no weights by design, so it is not missing.
+            weights.layers.setdefault(index, LayerBytes())
+    # Checks only served layers. Layers from `num_layers` on are for speculation (multi-token prediction).
+    if missing := sorted(set(range(num_layers)) - set(weights.layers)):
+        raise ModelFilesError(
+            f"{directory}: weights of layers {_shortened_list(missing)} are missing; {CONFIG_FILE} has "
+            f"num_hidden_layers {num_layers}. Download the model again"
+        )
+    return weights
 
 
 def _read_distinct_tensors(files: Sequence[Path]) -> list[Tensor]:
@@ -270,26 +292,10 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
 
     Source: vllm/transformers_utils/repo_utils.py::is_mistral_model_repo@v0.32.0.
     """
-    try:
-        entries = os.listdir(directory)
-    except FileNotFoundError as error:
-        raise ModelFilesError(
-            f"{directory}: no such directory. Use a directory with config.json and *.safetensors"
-        ) from error
-    except NotADirectoryError as error:
-        raise ModelFilesError(
-            f"{directory}: must be a directory that contains {CONFIG_FILE} (got a file). Use its folder"
-        ) from error
-    except PermissionError as error:
-        raise not_readable(directory, error) from error
+    entries = _list_entries(directory)
     has_consolidated = any(fnmatch(name, _CONSOLIDATED) for name in entries)
     if has_consolidated and PARAMS_FILE in entries:
-        params = _read_object(directory / PARAMS_FILE)
-        if "max_position_embeddings" not in params and CONFIG_FILE in entries:
-            config_text = text_config(_read_object(directory / CONFIG_FILE))
-            longest = config_text.get("max_position_embeddings", 128_000)  # vLLM's default, too
-            params["max_position_embeddings"] = longest
-        return from_params(params), True
+        return _read_mistral_config(directory, has_config=CONFIG_FILE in entries), True
     if CONFIG_FILE not in entries:
         present = ", ".join(sorted(entries)[:5]) or "nothing"
         raise ModelFilesError(
@@ -301,6 +307,36 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
     if config.get("quantization_config") is None and QUANTIZATION_FILE in entries:
         config["quantization_config"] = _read_object(directory / QUANTIZATION_FILE)
     return config, False
+
+
+def _list_entries(directory: Path) -> list[str]:
+    """Returns the names of the files and folders in a directory; raises ModelFilesError."""
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError as error:
+        raise ModelFilesError(
+            f"{directory}: no such directory. Use a directory with config.json and *.safetensors"
+        ) from error
+    except NotADirectoryError as error:
+        raise ModelFilesError(
+            f"{directory}: must be a directory that contains {CONFIG_FILE} (got a file). Use its folder"
+        ) from error
+    except PermissionError as error:
+        raise not_readable(directory, error) from error
+
+
+def _read_mistral_config(directory: Path, *, has_config: bool) -> dict[str, Any]:
+    """Reads params.json, Mistral's own config. If it has no maximum length, config.json may have the length.
+
+    Args:
+        has_config: whether the directory has a config.json, too.
+    """
+    params = _read_object(directory / PARAMS_FILE)
+    if "max_position_embeddings" not in params and has_config:
+        config_text = text_config(_read_object(directory / CONFIG_FILE))
+        longest = config_text.get("max_position_embeddings", 128_000)  # vLLM's default, too
+        params["max_position_embeddings"] = longest
+    return from_params(params)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -322,27 +358,8 @@ def _weight_files(directory: Path, consolidated: bool) -> list[Path]:
     """
     if consolidated:
         return sorted(directory.glob(_CONSOLIDATED))
-    index = directory / INDEX_FILE
-    if index.exists():
-        content = read_json(index, MAX_HEADER_BYTES)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelFilesError(f"{index}: must have a weight_map from tensors to files. Download it again")
-        names = sorted({str(name) for name in weight_map.values()})
-        if outside := [name for name in names if _is_outside_folder(name)]:
-            raise ModelFilesError(
-                f"{directory}: {INDEX_FILE} must name files in its folder only (got "
-                f"{_shortened_list(outside)}). Download the model again, or use another model"
-            )
-        missing = [name for name in names if not (directory / name).exists()]
-        if links := [name for name in missing if (directory / name).is_symlink()]:
-            raise dangling(directory / links[0])
-        if missing:
-            raise ModelFilesError(
-                f"{directory}: {_shortened_list(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
-                f"{INDEX_FILE} names {len(names)} files. Finish the download"
-            )
-        return [directory / name for name in names]
+    if (directory / INDEX_FILE).exists():
+        return _indexed_files(directory)
     # vLLM prefers files in Mistral's format (default_loader.py::_prepare_weights@v0.32.0).
     weight_files = sorted(directory.glob(_CONSOLIDATED)) or sorted(directory.glob("*.safetensors"))
     if not weight_files:
@@ -356,6 +373,34 @@ def _weight_files(directory: Path, consolidated: bool) -> list[Path]:
             "Finish the download"
         )
     return weight_files
+
+
+def _indexed_files(directory: Path) -> list[Path]:
+    """Returns the files that the model's index names.
+
+    Raises:
+        ModelFilesError: the index names no files, or files outside its folder, or a file is missing.
+    """
+    index = directory / INDEX_FILE
+    content = read_json(index, MAX_HEADER_BYTES)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFilesError(f"{index}: must have a weight_map from tensors to files. Download it again")
+    names = sorted({str(name) for name in weight_map.values()})
+    if outside := [name for name in names if _is_outside_folder(name)]:
+        raise ModelFilesError(
+            f"{directory}: {INDEX_FILE} must name files in its folder only (got "
+            f"{_shortened_list(outside)}). Download the model again, or use another model"
+        )
+    missing = [name for name in names if not (directory / name).exists()]
+    if links := [name for name in missing if (directory / name).is_symlink()]:
+        raise dangling(directory / links[0])
+    if missing:
+        raise ModelFilesError(
+            f"{directory}: {_shortened_list(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
+            f"{INDEX_FILE} names {len(names)} files. Finish the download"
+        )
+    return [directory / name for name in names]
 
 
 def _missing_numbers(names: Set[str]) -> list[str]:

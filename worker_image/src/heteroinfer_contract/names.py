@@ -58,9 +58,9 @@ PORT_HEALTH: Final = "health"
 PORT_METRICS: Final = "metrics"
 """Name prefix of the ranks' metrics ports: `metrics-<local rank>`."""
 PLAN_KEY: Final = "plan.json"
-"""Key of the plan in its ConfigMap."""
+"""Name of the ConfigMap's entry that contains the plan."""
 GROUP_KEY_KEY: Final = "group-key"
-"""Key of a group's key in its Secret."""
+"""Name of the Secret's entry that contains a group's key."""
 MODEL_MOUNT: Final = "/model"
 """Read-only mount path of the model in a worker pod."""
 CA_BUNDLE_MOUNT: Final = "/etc/heteroinfer/ca-bundle"
@@ -70,7 +70,7 @@ CA_BUNDLE_FILE: Final = "ca.crt"
 FILES_MOUNT: Final = "/etc/heteroinfer/files"
 """Read-only mount path of `engine.files` in worker pods."""
 TERMINATION_MESSAGE_PATH: Final = "/dev/termination-log"
-"""Kubernetes' own default path."""
+"""Default of Kubernetes, which reads a container's termination message from this file."""
 
 # Ports inside a pod; on a cluster, every pod of a group uses the same ports
 DEFAULT_API_PORT: Final = 8000
@@ -182,7 +182,7 @@ PATH_FETCH: Final = "/fetch"
 
 # Exit codes of a worker pod's first process; the Failure in the termination message has the details
 EXIT_OK: Final = 0
-"""The process did its work: a supervisor stopped its pod in order, or a command has its result."""
+"""The process did its work: a supervisor stopped its pod as requested, or a command has its result."""
 EXIT_USAGE: Final = 64
 """The supervisor's own settings are wrong; it started no process."""
 EXIT_RANK_FAILED: Final = 70

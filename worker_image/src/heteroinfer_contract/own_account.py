@@ -17,7 +17,7 @@ _USERS: Final = 100
 
 
 def ensure_own_account(accounts: Path = FURTHER_ACCOUNTS) -> None:
-    """Writes an account for this process' user id, if the image provides a file for accounts.
+    """Writes an account for this process's user id, if the image provides a file for accounts.
 
     Clusters such as OpenShift run images under user ids that they choose. No account file contains these
     ids, so programs that call getpwuid for the name or the home of their user would fail.
@@ -27,7 +27,7 @@ def ensure_own_account(accounts: Path = FURTHER_ACCOUNTS) -> None:
         pwd.getpwuid(user)
         return
     if not accounts.is_symlink():
-        return  # this image is not ours
+        return  # the worker image has a link here; another image is left as it is
     home = os.environ.get("HOME") or _HOME
     if not home.isprintable() or ":" in home:  # such a value would add a field or an account
         home = _HOME

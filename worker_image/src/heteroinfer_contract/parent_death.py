@@ -18,10 +18,11 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Makes the kernel kill this process (SIGKILL) when the thread that started it ends.
+    """Makes the kernel kill this process (SIGKILL) when the thread that started this process ends.
 
     Args:
-        parent_pid: process that started this process. If it has already ended, this process kills itself.
+        parent_pid: process that started this process. If the parent has already ended, this process
+            kills itself.
 
     Raises:
         OSError: the kernel refused.

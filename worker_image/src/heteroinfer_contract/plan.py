@@ -198,10 +198,11 @@ class Plan(codec.JsonValue):
         Raises:
             ContractError: a property is missing. `__post_init__` adds the fix to its message.
         """
-        if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
-            raise ContractError("Plan.ranks: must be ranks 0..world_size-1 in order")
-        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
-        codec.at_least(1, "Plan", **{f"{name}_parallel_size": size for name, size in sizes.items()})
+        ranks = [rank.rank for rank in self.ranks]
+        if ranks != list(range(len(ranks))) or not ranks:
+            raise ContractError(f"Plan.ranks: must be ranks 0..world_size-1 in order (got {ranks[:8]}, ...)")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            codec.at_least(1, "Plan", **{name: getattr(self, name)})
         if self.tensor_parallel_size * self.pipeline_parallel_size != len(self.stage_ranks):
             raise ContractError(
                 f"Plan.ranks: number of ranks in stages must be tensor_parallel_size "
@@ -343,7 +344,10 @@ class Plan(codec.JsonValue):
         pods_in_rank_order = [pod for pod, _ in groupby(self.stage_ranks, key=lambda rank: rank.pod)]
         are_adjacent = pods_in_rank_order == sorted(set(pods_in_rank_order))
         if not are_numbered or not are_adjacent:
-            raise ContractError("Plan.ranks: must be in pods 0..n-1, and the ranks of a pod must be adjacent")
+            raise ContractError(
+                "Plan.ranks: must be in pods 0..n-1, and the ranks of a pod must be adjacent (got pods "
+                f"{[rank.pod for rank in self.ranks[:32]]})"
+            )
         for pod in pods:
             for local_rank, rank in enumerate(pod.ranks):
                 if rank.local_rank != local_rank:
@@ -360,6 +364,7 @@ class Plan(codec.JsonValue):
                 f"{where}: stage and tensor_rank must be {stage} and {tensor_rank} "
                 f"(got {rank.stage} and {rank.tensor_rank})"
             )
+        # A stage begins where the previous stage ends. All its ranks end at the same layer.
         first_layer = self.ranks[(stage - 1) * self.tensor_parallel_size].end_layer if stage else 0
         end_layer = self.ranks[stage * self.tensor_parallel_size].end_layer
         if rank.first_layer != first_layer or rank.end_layer != end_layer:
@@ -392,9 +397,9 @@ class Plan(codec.JsonValue):
         """Checks that a rank with a ring can copy from its feed-forward ranks; raises ContractError."""
         if not rank.ring_bytes:
             return
-        servers = self.feed_forward_ranks(rank.stage)
+        serving_ranks = self.feed_forward_ranks(rank.stage)
         is_asking_gpu = rank.device is Device.GPU and rank.feed_forward is None
-        if not is_asking_gpu or not servers or any(each.pod != rank.pod for each in servers):
+        if not is_asking_gpu or not serving_ranks or any(each.pod != rank.pod for each in serving_ranks):
             raise ContractError(
                 f"Plan.ranks[{rank.rank}].ring_bytes: must be 0 unless the rank has a GPU and all "
                 f"feed-forward ranks of its stage are in its pod (got {rank.ring_bytes})"
@@ -402,8 +407,7 @@ class Plan(codec.JsonValue):
 
     def _check_share(self, rank: RankAssignment) -> None:
         """Checks the stage, pod, layers and share of a feed-forward rank; raises ContractError."""
-        where, share = f"Plan.ranks[{rank.rank}]", rank.feed_forward
-        assert share is not None
+        where = f"Plan.ranks[{rank.rank}]"
         if not 0 <= rank.stage < self.pipeline_parallel_size:
             raise ContractError(f"{where}.stage: must be one of the plan's stages (got {rank.stage})")
         peers = self.feed_forward_ranks(rank.stage)
@@ -412,6 +416,16 @@ class Plan(codec.JsonValue):
                 f"Plan.ranks: the number of feed-forward ranks of stage {rank.stage} must be a multiple of "
                 f"{self.tensor_parallel_size}, the number of ranks with attention (got {len(peers)})"
             )
+        self._check_place(rank, peers)
+        self._check_layers(rank)
+        self._check_common_settings(rank, peers[0])
+
+    def _check_place(self, rank: RankAssignment, peers: Sequence[RankAssignment]) -> None:
+        """Checks the device, pod and tensor rank of a feed-forward rank; raises ContractError.
+
+        Args:
+            peers: all feed-forward ranks of the same stage.
+        """
         served = self.stage(rank.stage)[0]
         ranks_of_pod = [other for other in self.ranks if other.pod == rank.pod]
         has_allowed_pod = rank.pod == served.pod or all(
@@ -419,12 +433,16 @@ class Plan(codec.JsonValue):
         )
         if rank.device is not Device.CPU or not has_allowed_pod or rank.tensor_rank != peers.index(rank):
             raise ContractError(
-                f"{where}: feed-forward rank {peers.index(rank)} of stage {rank.stage} must be a CPU rank in "
-                f"pod {served.pod}, the stage's pod, or in a pod of only feed-forward ranks of this stage, "
-                f"with tensor_rank {peers.index(rank)} (got {rank.device}, pod {rank.pod}, tensor_rank "
-                f"{rank.tensor_rank})"
+                f"Plan.ranks[{rank.rank}]: feed-forward rank {peers.index(rank)} of stage {rank.stage} must "
+                f"be a CPU rank in pod {served.pod}, the stage's pod, or in a pod of only feed-forward ranks "
+                f"of this stage, with tensor_rank {peers.index(rank)} (got {rank.device}, pod {rank.pod}, "
+                f"tensor_rank {rank.tensor_rank})"
             )
-        layers = share.layers
+
+    def _check_layers(self, rank: RankAssignment) -> None:
+        """Checks that a feed-forward rank's layers are layers of its stage; raises ContractError."""
+        where, served = f"Plan.ranks[{rank.rank}]", self.stage(rank.stage)[0]
+        layers = rank.layers
         ordered = bool(layers) and list(layers) == sorted(set(layers))
         if not ordered or layers[0] < served.first_layer or layers[-1] >= served.end_layer:
             raise ContractError(
@@ -436,20 +454,31 @@ class Plan(codec.JsonValue):
                 f"{where}: first_layer and end_layer must be {layers[0]} and {layers[-1] + 1} (got "
                 f"{rank.first_layer} and {rank.end_layer})"
             )
-        first = peers[0].feed_forward
+
+    def _check_common_settings(self, rank: RankAssignment, first_rank: RankAssignment) -> None:
+        """Checks that the feed-forward ranks of a stage divide the same layers in the same way.
+
+        Args:
+            first_rank: the first feed-forward rank of the same stage.
+
+        Raises:
+            ContractError: `rank` and `first_rank` differ.
+        """
+        where, share, first = f"Plan.ranks[{rank.rank}]", rank.feed_forward, first_rank.feed_forward
+        assert share is not None
         assert first is not None
         both_or_none_by_rate = (share.share == BY_RATE) == (first.share == BY_RATE)
         if share.share < 0 or not both_or_none_by_rate:
             raise ContractError(
                 f"{where}: share must be {BY_RATE} (by measured rate) on all feed-forward ranks of stage "
                 f"{rank.stage}, or at least 1 on each (got {share.share}, and {first.share} on rank "
-                f"{peers[0].rank})"
+                f"{first_rank.rank})"
             )
-        if (layers, share.by_experts) != (first.layers, first.by_experts):
+        if (share.layers, share.by_experts) != (first.layers, first.by_experts):
             raise ContractError(
                 f"{where}: layers and by_experts must be the same on all feed-forward ranks of stage "
-                f"{rank.stage} (got {list(layers)} and {share.by_experts}, but {list(first.layers)} and "
-                f"{first.by_experts} on rank {peers[0].rank})"
+                f"{rank.stage} (got {list(share.layers)} and {share.by_experts}, but "
+                f"{list(first.layers)} and {first.by_experts} on rank {first_rank.rank})"
             )
 
 

@@ -138,12 +138,15 @@ class PodLaunch:
             codec.at_most(MAX_SECONDS, "PodLaunch", **{name: getattr(self, name)})
         if self.startup_timeout_s <= 0:
             raise ContractError(
-                f"PodLaunch.startup_timeout_s: must be above 0 (got {self.startup_timeout_s})"
+                f"PodLaunch.startup_timeout_s: must be above 0 (got {self.startup_timeout_s}). "
+                f"{codec.SAME_VERSION}"
             )
         for index, address in enumerate(self.addresses):
             where = f"{names.ENV_ADDRESSES}[{index}]"
             if not address.host:
-                raise ContractError(f"{where}.host: must be a name or an address (got none)")
+                raise ContractError(
+                    f"{where}.host: must be a name or an address (got none). {codec.SAME_VERSION}"
+                )
             for field in dataclasses.fields(address):
                 if field.name != "host":
                     codec.at_least(1, where, **{field.name: getattr(address, field.name)})

@@ -53,6 +53,7 @@ class ReportGuard:
         challenge, _, code = read_proof(credentials).rpartition("/")
         issued_s, _, nonce_and_code = challenge.partition("/")
         nonce, _, challenge_code = nonce_and_code.partition("/")
+        # Challenges that have expired need no memory: they are refused by their age.
         self._answered_until_s = {
             answered: until_s for answered, until_s in self._answered_until_s.items() if until_s > now_s
         }

@@ -1,7 +1,8 @@
 """Building blocks of the resource's models: the base class, validation rules, and bounded types.
 
-A rule that spans fields is declared once, as a ValidationRule. The API server evaluates its CEL expression
-from the CRD, and the operator evaluates its condition in Python. Pure; imports no Kubernetes client.
+A rule that spans fields is declared once, as a ValidationRule. The API server evaluates the rule's CEL
+expression from the CRD, and the operator evaluates the same condition in Python. Pure; imports no Kubernetes
+client.
 """
 
 from collections import Counter
@@ -31,7 +32,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from heteroinfer_operator import quantity
 
 AS_STORED: Final = "as stored"
-"""Validation context of stored resources. It skips all rules, because a resource may be older than a rule."""
+"""Validation context of stored resources: all rules are skipped, because a rule may be newer than a
+resource."""
 LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
 
 

@@ -14,14 +14,14 @@ from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
 
 class ChosenMode(Model):
-    """A mode, and the roles that it uses. The record of a revision stores it as JSON."""
+    """A mode, and the roles that the mode uses. The record of a revision stores this choice as JSON."""
 
     mode: Mode
     gpu_only: bool = False
     """Whether the group has no pods of the CPU roles."""
     feed_forward: FeedForwardSpec | None = None
     """Feed-forward ranks in the GPU's pod, with the CPUs and memory of the CPU roles, which then have no
-    pods; None if the CPU roles keep theirs."""
+    pods; None if the CPU roles keep their CPUs and memory."""
     keeps_cpu_pods: bool = False
     """Whether CPU roles have feed-forward ranks in their own pods."""
 
@@ -77,7 +77,7 @@ def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], 
     has_feed_forward = any(role.feed_forward is not None for role in spec.roles)
     num_gpus = sum(role.num_ranks for role in gpu_roles)
     modes = []
-    if gpu_roles and (cpu_roles or has_feed_forward):
+    if gpu_roles and (cpu_roles or has_feed_forward):  # the GPUs alone may hold the model
         modes.append(ChosenMode(mode=Mode.PIPELINE, gpu_only=True))
         if num_gpus > 1:
             modes.append(ChosenMode(mode=Mode.TENSOR, gpu_only=True))
@@ -88,10 +88,12 @@ def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], 
         modes.append(ChosenMode(mode=Mode.FEED_FORWARD, feed_forward=feed_forward))
     # In mode FeedForward with CPU pods, these roles have the ranks with attention, and the pods of all other
     # roles compute experts and MLPs. Such pods can serve only one rank with attention.
-    attention_roles = [r for r in spec.roles if r.device is Device.GPU or r.feed_forward is not None]
+    attention_roles = [
+        role for role in spec.roles if role.device is Device.GPU or role.feed_forward is not None
+    ]
     if sum(role.num_ranks for role in attention_roles) == 1 and len(attention_roles) < len(spec.roles):
         modes.append(ChosenMode(mode=Mode.FEED_FORWARD, keeps_cpu_pods=True))
-    if cpu_roles or not modes:
+    if cpu_roles or not modes:  # all roles hold layers
         modes.append(ChosenMode(mode=Mode.PIPELINE))
         if spec.world_size > 1:
             modes.append(ChosenMode(mode=Mode.TENSOR))
@@ -136,7 +138,7 @@ def _build_feed_forward(
 
 
 def _find_amount(role: RoleSpec, name: str) -> str | None:
-    """Returns the request of a role for a resource, otherwise its limit, or None."""
+    """Returns a role's request for a resource; without a request, the limit; without both, None."""
     resources = role.resources or Resources()
     requests, limits = resources.requests or {}, resources.limits or {}
     return requests.get(name, limits.get(name))

@@ -92,8 +92,8 @@ def merge_conditions(
     """Returns the wanted conditions and those of other controllers, sorted by type.
 
     A wanted condition keeps its lastTransitionTime if its status did not change. Otherwise it gets `now`.
-    Conditions of types that the operator never writes belong to other controllers. They are kept, up to
-    MAX_CONDITIONS and _MAX_OTHER_BYTES.
+    Conditions of types that the operator never writes belong to other controllers. Such
+    conditions are kept, up to MAX_CONDITIONS and _MAX_OTHER_BYTES.
     """
     current_by_type = {condition.type: condition for condition in current}
     wanted = tuple(wanted)

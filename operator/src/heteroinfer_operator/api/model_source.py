@@ -71,7 +71,8 @@ class ModelCache(Model):
             field="claimName",
             reason=RuleReason.FORBIDDEN,
             cel="!has(self.claimName) || !(has(self.storageClassName) || has(self.accessMode))",
-            message="must be unset if storageClassName or accessMode is set, which are for a new claim",
+            message="must be unset if storageClassName or accessMode is set, because both are for a new "
+            "claim",
             fix="Remove storageClassName and accessMode, or replace claimName by size",
             holds=lambda cache: (
                 cache.claim_name is None or (cache.storage_class_name is None and cache.access_mode is None)
@@ -89,9 +90,9 @@ class ModelCache(Model):
     claim_name: ObjectName | None = None
     """Name of an existing PersistentVolumeClaim. Set either claimName or size."""
     size: ByteSize | None = None
-    """Size of the PersistentVolumeClaim that the operator creates. It is deleted with the resource. Another
-    size creates another claim and downloads the model again; to keep the download, enlarge the claim itself.
-    Set either claimName or size."""
+    """Size of the PersistentVolumeClaim that the operator creates. The claim is deleted with the resource.
+    Another size creates another claim and downloads the model again; to keep the download, enlarge the claim
+    itself. Set either claimName or size."""
     storage_class_name: ClassName | None = None
     """Storage class of the claim that the operator creates. Default: the cluster's default class."""
     access_mode: AccessMode | None = None

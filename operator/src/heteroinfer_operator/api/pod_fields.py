@@ -2,7 +2,7 @@
 
 The API server checks these formats when a user applies a resource. So a value that Kubernetes would refuse in
 a pod is refused before any pod is created. The patterns are those of
-`k8s.io/apimachinery/pkg/util/validation` and `pkg/apis/core/validation`. They mean the same in RE2 (CEL),
+`k8s.io/apimachinery/pkg/util/validation` and `pkg/apis/core/validation`, and mean the same in RE2 (CEL),
 Python and Rust (pydantic).
 """
 

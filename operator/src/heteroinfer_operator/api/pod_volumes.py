@@ -34,7 +34,8 @@ _FileMode = Annotated[int, Field(ge=0, le=0o777)]
 _PART: Final = "([^/:.]|[.][^/:.])[^/:]*"
 """Part of a path: not `.`, and not a name that begins with `..`.
 
-It is a pattern, because a CEL rule at this depth of the schema would exceed the API server's cost limit.
+The check is a pattern, because a CEL rule at this depth of the schema would exceed the API server's cost
+limit.
 """
 _RELATIVE: Final = f"{_PART}(/{_PART})*"
 _ABSOLUTE: Final = f"(/{_PART})+"
@@ -233,6 +234,6 @@ class TemplateMount(Model):
 
 
 def unknown_mounts(mounts: tuple[TemplateMount, ...], volumes: tuple[TemplateVolume, ...]) -> Iterator[str]:
-    """Yields, for each mount without a volume of its name, that name."""
+    """Yields the names of the mounts for which there is no volume of the same name."""
     known = {volume.name for volume in volumes}
     yield from (mount.name for mount in mounts if mount.name not in known)

@@ -234,7 +234,7 @@ def _path_to_drop(value: Any, problem: Mapping[str, Any]) -> tuple[str | int, ..
     """Returns the path of the value to drop because of a problem.
 
     If a required field is missing, the object that lacks the field is dropped. pydantic's path can contain
-    parts that the value lacks, such as the name of a type; the result ends before them.
+    parts that the value lacks, such as the name of a type; the result ends before such parts.
     """
     path = problem["loc"][:-1] if problem["type"] == "missing" else problem["loc"]
     path_in_value: list[str | int] = []
@@ -353,8 +353,8 @@ def _find_model(annotation: object) -> type[Model] | None:
 def _find_causes(error: ValidationError) -> list[Any]:
     """Returns the innermost problems of an error.
 
-    Pydantic also reports a consequence of a problem at the value around it. For example, it reports a list
-    with an invalid item as too short, too. Such outer problems are left out.
+    Pydantic also reports a consequence of a problem at the value around the problem. For example, it reports
+    a list with an invalid item as too short, too. Such outer problems are left out.
     """
     problems = error.errors()
 
@@ -390,7 +390,7 @@ def _describe_problem(cls: type[Model], where: str, error: Mapping[str, Any]) ->
 
 
 def _find_similar_field(cls: type[Model], location: Sequence[str | int]) -> str | None:
-    """Returns the field of a model whose name is most similar to that of an unknown field, or None.
+    """Returns the known field whose name is most similar to the name of an unknown field, or None.
 
     Args:
         location: path of the unknown field below the model `cls`.

@@ -66,7 +66,7 @@ def _auto_to_none(value: object) -> object:
 class ParallelismSpec(Model):
     """How the ranks share the model."""
 
-    # Until 0.1.0 the CRD had this default, and the API server wrote it into each object.
+    # Up to version 0.1.0, the CRD had this default, and the API server wrote the default into each object.
     first_defaults = MappingProxyType({"mode": Mode.PIPELINE})
 
     mode: Annotated[
@@ -243,8 +243,8 @@ def _tensor_divides_ranks_per_pod(spec: "HeteroInferenceSpec") -> bool:
     tensor = spec.parallelism.tensor
     return (
         tensor is None
-        or spec.parallelism.mode in (Mode.TENSOR, None)
-        or all(r.ranks_per_pod % tensor == 0 for r in spec.roles)
+        or spec.parallelism.mode in (Mode.TENSOR, None)  # None is Auto
+        or all(role.ranks_per_pod % tensor == 0 for role in spec.roles)
     )
 
 
@@ -252,7 +252,7 @@ def _layers_have_entry_per_stage(spec: "HeteroInferenceSpec") -> bool:
     """Reports whether each role's layers have one entry for each of its stages."""
     tensor = spec.parallelism.tensor
     return tensor is None or all(
-        r.layers is None or len(r.layers) * tensor == r.num_ranks for r in spec.roles
+        role.layers is None or len(role.layers) * tensor == role.num_ranks for role in spec.roles
     )
 
 

@@ -59,7 +59,7 @@ RoleName = Annotated[str, Field(max_length=63)]
 
 
 def next_epoch(epoch: int) -> int:
-    """Returns the number of the next epoch; 0, as before the first epoch, after the largest epoch."""
+    """Returns the number of the next epoch. After MAX_EPOCH the number is 0, as before the first epoch."""
     return epoch + 1 if epoch < MAX_EPOCH else 0
 
 
@@ -98,9 +98,9 @@ class StartupPhase(StrEnum):
 
     MODEL = "Model"
     SCHEDULING = "Scheduling"
-    """The wait has no time limit, because only free capacity ends it."""
+    """This phase has no time limit, because only free capacity ends the wait."""
     IMAGE = "Image"
-    """The wait has no time limit, because a new pod would have to wait again."""
+    """This phase has no time limit, because a new pod would have to wait again."""
     CONNECTING = "Connecting"
     LOADING = "Loading"
     WARMING_UP = "WarmingUp"
@@ -377,7 +377,7 @@ class GroupStatus(StatusModel):
     rejected_pods: Annotated[
         tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)
     ] = ()
-    """Indexes of those pods in sparePods that still exist, and that the number in rejections includes."""
+    """Indexes of the pods in sparePods that still exist and are counted in rejections."""
     stuck_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Indexes of pods of this epoch whose containers could not be created. An event reported each pod, with
     the reason."""

@@ -22,7 +22,7 @@ class ClusterAccess:
     """An open connection to the API server that the options name.
 
     Attributes:
-        namespace: the namespace of `-n`; without `-n`, that of the kubeconfig's context; otherwise `default`.
+        namespace: the namespace of `-n`, otherwise of the kubeconfig's context, otherwise `default`.
     """
 
     server: ApiServer

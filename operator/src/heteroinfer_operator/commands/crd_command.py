@@ -10,7 +10,7 @@ from heteroinfer_operator.api.reference_page import PAGE, render_page
 from heteroinfer_operator.errors import HeteroInferError
 
 COPIES: Final = ("crds/heteroinference.yaml", "charts/heteroinfer/files/heteroinference.yaml")
-"""Copies of the generated text in the source tree. A template of the chart includes the second one."""
+"""Copies of the generated text in the source tree. A template of the chart includes the second copy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

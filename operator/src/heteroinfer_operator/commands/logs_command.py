@@ -122,10 +122,8 @@ async def _print_current(
         _print_line(f"last failure: {failure_text(group.failures[-1])}")
     epochs_with_pods = epochs(pods)
     if not epochs_with_pods:
-        _print_line(
-            "the group has no pods now"
-            + (". The line above reports why its last pods ended" if group.failures else "")
-        )
+        hint = ". The line above reports why its last pods ended" if group.failures else ""
+        _print_line(f"the group has no pods now{hint}")
         return
     for story in build_stories(group, pods, epochs_with_pods[-1]):
         await _print_pod_log(server, namespace, story, tail)

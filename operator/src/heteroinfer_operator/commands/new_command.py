@@ -45,7 +45,7 @@ _OPTION_BY_FIELD: Final = MappingProxyType(
         "engine.maxModelLen": "--max-model-len",
     }
 )
-"""The options behind the fields that an error of the planner names."""
+"""The option of this command that sets each field, for errors of the planner, which name fields."""
 _SHORTAGES: Final = frozenset({PlanReason.INSUFFICIENT_MEMORY, PlanReason.INSUFFICIENT_GPU})
 
 
@@ -132,15 +132,20 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stderr.write("".join(f"warning: {printable(warning)}\n" for warning in warnings))
     if output is None:
         sys.stdout.write(text)
-        return PlanExit.FITS
+    else:
+        _create_file(output, text)
+        sys.stdout.write(f"{printable(summary[0])}\n{printable(str(output))} created\n")
+    return PlanExit.FITS
+
+
+def _create_file(path: Path, text: str) -> None:
+    """Writes the text into a file; raises HeteroInferError if the file cannot be written."""
     try:
-        output.write_text(text)
+        path.write_text(text)
     except OSError as error:
         raise HeteroInferError(
-            f"--output: cannot write {output} ({error.strerror}). Choose another file", reason="Usage"
+            f"--output: cannot write {path} ({error.strerror}). Choose another file", reason="Usage"
         ) from error
-    sys.stdout.write(f"{printable(summary[0])}\n{printable(str(output))} created\n")
-    return PlanExit.FITS
 
 
 def _describe_other_hardware(layout: GroupLayout, hardware: GivenHardware) -> Iterator[str]:
@@ -218,7 +223,8 @@ def _print_shortage(
 ) -> None:
     """Prints how much memory is missing, and the changes that make the model fit.
 
-    The error names fields of a file that does not exist yet. So the changes replace the fix "Raise FIELD".
+    The error names fields of a file that does not exist yet, so this function replaces each field by its
+    option. If there are changes, they also replace the fix "Raise FIELD".
     """
     problems = [line.partition(". Raise ")[0] if changes else line for line in error.message.splitlines()]
     problem = "\n".join(problems)

@@ -20,7 +20,7 @@ from heteroinfer_operator.quantity import parse_bytes
 FILE_SCHEME: Final = "file://"
 GIB: Final = 2**30
 _CACHED_REVISIONS: Final = 2
-"""Revisions of a model that its cache holds: a download of the next one needs room beside the current one."""
+"""Revisions of a model for which its cache has space: the current revision, and the download of the next."""
 _SPARE_CACHE_GIB: Final = 1
 _MAX_GIB: Final = 8192
 """Largest memory of one pod or GPU that `find_fitting_changes` tries."""
@@ -69,17 +69,17 @@ class GroupLayout:
 
     @property
     def gpu_pod_cpus(self) -> int:
-        """Cores of a GPU's pod, without those of its feed-forward ranks."""
+        """Cores of a GPU's pod, without the cores of its feed-forward ranks."""
         if self.mode is not Mode.FEED_FORWARD:
             return _GPU_POD_CPUS
         # In mode FeedForward, all CPUs of the user are for this pod. Its feed-forward rank gets at least
-        # three quarters, and the other processes the rest.
+        # three quarters, and the other processes get the remaining CPUs.
         quarter = self.hardware.cpus // 4
         return max(min(_GPU_POD_CPUS, quarter), 1)
 
     @property
     def gpu_pod_memory(self) -> str:
-        """Host memory of a GPU's pod, without that of its feed-forward ranks."""
+        """Host memory of a GPU's pod, without the memory of its feed-forward ranks."""
         if self.mode is not Mode.FEED_FORWARD:
             return f"{_GPU_POD_GIB}Gi"
         return _rounded_size(min(_GPU_POD_GIB * GIB, parse_bytes(self.hardware.cpu_memory) // 4))
@@ -160,7 +160,7 @@ class Draft:
 
 
 def _build_roles(layout: GroupLayout) -> list[dict[str, Any]]:
-    """Builds spec.roles for a layout: a CPU role first, then a GPU role."""
+    """Builds spec.roles for a layout: a CPU role, if the layout has one, then a GPU role."""
     hardware, roles = layout.hardware, []
     if layout.has_cpu_role:
         resources = _build_resources(hardware.cpus, hardware.cpu_memory)
@@ -229,7 +229,7 @@ def choose_layout(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> t
     """Returns the first layout that has a plan.
 
     Raises:
-        PlanError: no layout has a plan; the error is that of the layout with the most memory.
+        PlanError: no layout has a plan. The error is about the layout with the most memory.
         HeteroInferError: the mode needs other hardware.
     """
     last_error: PlanError | None = None  # the last layout has the most memory
@@ -321,13 +321,16 @@ def _find_memory(option: str, written_size: str, fits: Callable[[str], bool]) ->
     the smallest that is enough.
     """
     present_bytes = parse_bytes(written_size) if written_size else 0
-    too_small, enough = present_bytes // GIB, max(2 * present_bytes // GIB, 1)
-    while enough <= _MAX_GIB and not fits(f"{enough}Gi"):
-        too_small, enough = enough, 2 * enough
-    if enough > _MAX_GIB:
+    too_small_gib, enough_gib = present_bytes // GIB, max(2 * present_bytes // GIB, 1)
+    while enough_gib <= _MAX_GIB and not fits(f"{enough_gib}Gi"):
+        too_small_gib, enough_gib = enough_gib, 2 * enough_gib
+    if enough_gib > _MAX_GIB:
         return None
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        too_small, enough = (too_small, middle) if fits(f"{middle}Gi") else (middle, enough)
-    more_gib = ceil((enough * GIB - present_bytes) / GIB)
-    return FittingChange(option=f"{option} {enough}Gi", change=f"{more_gib}Gi more")
+    while enough_gib - too_small_gib > 1:
+        middle_gib = (too_small_gib + enough_gib) // 2
+        if fits(f"{middle_gib}Gi"):
+            enough_gib = middle_gib
+        else:
+            too_small_gib = middle_gib
+    more_gib = ceil((enough_gib * GIB - present_bytes) / GIB)
+    return FittingChange(option=f"{option} {enough_gib}Gi", change=f"{more_gib}Gi more")

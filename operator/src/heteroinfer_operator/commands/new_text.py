@@ -17,7 +17,7 @@ _COLUMN: Final = 40
 _PLAIN: Final = re.compile(
     r"[a-z]+://[A-Za-z0-9/._@:-]+|(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-9-]*"
 )
-"""Text that YAML reads as a string without quotes; numbers, dates and booleans need them."""
+"""Text that YAML reads as a string even without quotes. Numbers, dates and booleans need quotes."""
 
 
 def render(
@@ -85,7 +85,7 @@ def _introduction(draft: Draft, layout: GroupLayout, hardware: GivenHardware) ->
     ]
     if hardware.cpus and not layout.hardware.cpus:
         lines.append(
-            "The CPUs are not used: the GPUs hold the whole model, and CPU ranks would make it slower."
+            "The CPUs are not used: the GPUs hold the whole model, and CPU ranks would make steps slower."
         )
     return lines
 
@@ -147,50 +147,64 @@ def _explain_mode(layout: GroupLayout, planned: Planned) -> str:
 
 def _role_lines(layout: GroupLayout, planned: Planned) -> list[str]:
     """Returns the lines of spec.roles, in the order of `Draft.resource`, with comments about their values."""
-    hardware, lines = layout.hardware, []
+    lines: list[str] = []
     if layout.has_cpu_role:
-        lines += [
-            "  - name: cpu",
-            "    device: CPU",
-            "    resources:",
-            _commented_line(
-                f'      requests: {{cpu: "{hardware.cpus}", memory: {hardware.cpu_memory}}}',
-                "more cores read weights faster, up to the node's memory bandwidth",
-            ),
-            _commented_line(
-                f"      limits: {{memory: {hardware.cpu_memory}}}", _describe_bytes(planned, "cpu")
-            ),
-        ]
-    if hardware.gpus:
-        lines += ["  - name: gpu", "    device: GPU"]
-        if hardware.gpus > 1:
-            lines.append(_commented_line(f"    pods: {hardware.gpus}", "one GPU each"))
-        lines += [
-            _commented_line(
-                f"    deviceMemory: {hardware.gpu_memory}",
-                f"memory of one GPU; {_describe_bytes(planned, 'gpu')}",
-            ),
-            _commented_line(
-                "    resources:", "host memory and cores of a GPU's pod; adjust them to your nodes"
-            ),
-            f'      requests: {{cpu: "{layout.gpu_pod_cpus}", memory: {layout.gpu_pod_memory}}}',
-            f"      limits: {{memory: {layout.gpu_pod_memory}}}",
-        ]
-    if layout.mode is Mode.FEED_FORWARD:
-        lines += [
-            _commented_line(
-                "    feedForward:",
-                "CPU ranks in the GPU's pod. Their cpu and memory are added to its resources above",
-            ),
-            _commented_line(
-                "      ranks: 1", "one per NUMA node of the host is fastest; divide cpu and memory among them"
-            ),
-            f'      cpu: "{layout.feed_forward_cpus}"',
-            _commented_line(
-                f"      memory: {layout.feed_forward_memory}", _describe_bytes(planned, "gpu", remote=True)
-            ),
-        ]
+        lines += _cpu_role_lines(layout, planned)
+    if layout.hardware.gpus:
+        lines += _gpu_role_lines(layout, planned)
+    if layout.mode is Mode.FEED_FORWARD:  # a part of the GPU role
+        lines += _feed_forward_lines(layout, planned)
     return lines
+
+
+def _cpu_role_lines(layout: GroupLayout, planned: Planned) -> list[str]:
+    """Returns the lines of the role of CPU pods."""
+    hardware = layout.hardware
+    return [
+        "  - name: cpu",
+        "    device: CPU",
+        "    resources:",
+        _commented_line(
+            f'      requests: {{cpu: "{hardware.cpus}", memory: {hardware.cpu_memory}}}',
+            "more cores read weights faster, up to the node's memory bandwidth",
+        ),
+        _commented_line(f"      limits: {{memory: {hardware.cpu_memory}}}", _describe_bytes(planned, "cpu")),
+    ]
+
+
+def _gpu_role_lines(layout: GroupLayout, planned: Planned) -> list[str]:
+    """Returns the lines of the role of GPU pods, without feedForward."""
+    hardware = layout.hardware
+    lines = ["  - name: gpu", "    device: GPU"]
+    if hardware.gpus > 1:
+        lines.append(_commented_line(f"    pods: {hardware.gpus}", "one GPU each"))
+    return [
+        *lines,
+        _commented_line(
+            f"    deviceMemory: {hardware.gpu_memory}",
+            f"memory of one GPU; {_describe_bytes(planned, 'gpu')}",
+        ),
+        _commented_line("    resources:", "host memory and cores of a GPU's pod; adjust them to your nodes"),
+        f'      requests: {{cpu: "{layout.gpu_pod_cpus}", memory: {layout.gpu_pod_memory}}}',
+        f"      limits: {{memory: {layout.gpu_pod_memory}}}",
+    ]
+
+
+def _feed_forward_lines(layout: GroupLayout, planned: Planned) -> list[str]:
+    """Returns the lines of feedForward of the GPU role."""
+    return [
+        _commented_line(
+            "    feedForward:",
+            "CPU ranks in the GPU's pod, which gets this cpu and memory in addition to the resources above",
+        ),
+        _commented_line(
+            "      ranks: 1", "one per NUMA node of the host is fastest; divide cpu and memory among them"
+        ),
+        f'      cpu: "{layout.feed_forward_cpus}"',
+        _commented_line(
+            f"      memory: {layout.feed_forward_memory}", _describe_bytes(planned, "gpu", remote=True)
+        ),
+    ]
 
 
 def _describe_bytes(planned: Planned, role: str, *, remote: bool = False) -> str:

@@ -18,12 +18,12 @@ from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
 
 MIN_GAIN: Final = 0.03
-"""Share of a step, of memory or of concurrency that a choice must gain."""
+"""Smallest relative gain of a choice, in time, memory or concurrency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Difference:
-    """How another plan differs from this one.
+    """How another plan differs from this plan.
 
     Attributes:
         text: the changes of step and concurrency.
@@ -65,11 +65,11 @@ def describe_waste(planned: Planned) -> tuple[str, ...]:
 
 
 def _compare(other: Planned, planned: Planned) -> _Difference:
-    """Compares another plan with this one: time of a step, and number of concurrent full-length requests."""
+    """Compares another plan with this plan: time of a step, and number of concurrent full-length requests."""
     step_s, step_s_now = predict(other.plan, other.rates).step_s, predict(planned.plan, planned.rates).step_s
     step, step_now = duration(step_s), duration(step_s_now)
     at_once, at_once_now = full_length_requests(other), full_length_requests(planned)
-    # Compares printed figures, so that a difference that the user cannot see does not count.
+    # Compares the printed texts, so that a difference that the user cannot see does not count.
     same_time = step == step_now
     same_concurrency = f"{at_once:,.1f}" == f"{at_once_now:,.1f}"
     requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
@@ -87,7 +87,7 @@ def _compare(other: Planned, planned: Planned) -> _Difference:
 
 
 def _plans_with_fewer_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
-    """Yields, for each role, a description and the plan with one pod fewer."""
+    """Yields, for each role, a description of the change and the plan with one pod fewer."""
     spec = planned.request.spec
     for role in _resizable_roles(spec):
         if role.pods > 1:
@@ -103,7 +103,7 @@ def _plans_with_fewer_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
 
 
 def _plans_with_more_gpu_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
-    """Yields, for each GPU role, a description and the plan with one pod more, if that plan is faster."""
+    """Yields, for each GPU role, a description and the plan with one more pod, if this plan is faster."""
     spec = planned.request.spec
     step_s = predict(planned.plan, planned.rates).step_s
     for role in _resizable_roles(spec):
@@ -203,7 +203,7 @@ def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
         (budget.left_bytes(planned.sizes, rank.first_layer, rank.end_layer) or 0) - rank.kv_cache_bytes
         for budget, rank in zip(planned.budgets, first_ranks, strict=True)
     ]
-    giver = plan.ranks[planned.limiting_rank].stage
+    giver = plan.ranks[planned.limiting_rank].stage  # gives one layer to the stage with the most free memory
     receiver = max(range(len(first_ranks)), key=lambda stage: free_bytes[stage])
     if receiver == giver or first_ranks[giver].num_layers == 1:
         return

@@ -168,7 +168,7 @@ def _print_errors(prefix: str, errors: Iterable[HeteroInferError]) -> None:
 def _plan_file(arguments: argparse.Namespace) -> PlanAnswer:
     """Reads the file and plans the resource. Errors are a part of the answer.
 
-    An error leaves `name` and `refused` as far as they are known, so that users see both.
+    After an error, the answer has `name` and `refused` as far as they are known by then.
     """
     refused: tuple[PlanError, ...] = ()
     name = ""
@@ -209,17 +209,18 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
         model_path=names.MODEL_MOUNT,
     )
     given_nodes = _given_nodes(arguments)
-    classes = None if given_nodes is None else given_nodes.priority_classes
+    priority_classes = None if given_nodes is None else given_nodes.priority_classes
     capacity = Capacity(
         free_nodes=_node_of_options(resource, arguments) if given_nodes is None else given_nodes.free_nodes,
         calibrations=calibrations,
         resource=ResourceKey(namespace=resource.metadata.namespace, name=resource.metadata.name),
-        priority=preempting_priority(resource.spec.scheduling.priority_class_name, classes),
+        priority=preempting_priority(resource.spec.scheduling.priority_class_name, priority_classes),
     )
     try:
         planned = plan_group(request, capacity)
     except Shortage as shortage:
-        if given_nodes is None or classes is not None:
+        lacks_priority_classes = given_nodes is not None and priority_classes is None
+        if not lacks_priority_classes:
             raise
         raise Shortage(f"{shortage.message}; {_NO_PRIORITIES}", reason=shortage.reason) from None
     missing = (planned.missing,) if planned.missing else ()
@@ -244,7 +245,7 @@ def _node_of_options(resource: HeteroInference, arguments: argparse.Namespace) -
     if gpus is None and memory_bytes is None:
         return None
     gpu_resources = {role.gpu_resource for role in resource.spec.roles if role.device is Device.GPU}
-    # Without --gpus, the number of GPUs is no limit: each rank may have one.
+    # Without --gpus, the number of GPUs must not limit the plan: the node has a GPU for each rank.
     num_gpus = sum(role.num_ranks for role in resource.spec.roles) if gpus is None else gpus
     memory_labels = (
         {}

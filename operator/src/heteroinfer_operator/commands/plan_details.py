@@ -34,7 +34,7 @@ from heteroinfer_operator.planning.ring_choice import describe_long_prompts
 from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 
 _REQUESTS = (1, 8, 64)
-"""Numbers of requests at the same time for which the table of predicted steps has a row."""
+"""Numbers of concurrent requests for which the table of predicted steps has a row."""
 _LONG_CONTEXT = 16384
 """If engine.maxModelLen is larger, the table of predicted steps has a second row for requests of this many
 tokens."""
@@ -94,9 +94,9 @@ def describe_model(profile: ModelProfile, engine_args: Sequence[str] = ()) -> li
 
 
 def describe_memory(planned: Planned) -> list[str]:
-    """Returns a line for each stage with the sum of the bytes of a rank, then the feed-forward ranks.
+    """Returns a line about the memory of each stage, then lines about the feed-forward ranks.
 
-    Stages with equal sums share a line.
+    Stages with the same text share a line.
     """
     stages_by_text: dict[str, list[int]] = {}
     for stage in range(planned.plan.pipeline_parallel_size):
@@ -124,7 +124,10 @@ def _describe_feed_forward_memory(planned: Planned, remote: FeedForwardPart) -> 
 
 
 def _describe_stage_memory(planned: Planned, stage: int) -> str:
-    """Describes, as a sum, the memory of the stage's rank that has the least memory left."""
+    """Describes, as a sum, the memory of the stage's rank that has the least memory left.
+
+    An example: `role gpu: 12 layers 6.1 GiB + KV cache 2.0 GiB = 8.1 GiB of 20.5 GiB`.
+    """
     plan, sizes = planned.plan, planned.sizes
     ranks = plan.stage(stage)
     first, end = ranks[0].first_layer, ranks[0].end_layer
@@ -133,7 +136,7 @@ def _describe_stage_memory(planned: Planned, stage: int) -> str:
     layer_bytes = sizes.layer_weight_bytes(first, end, budget.device)
     stored_bytes = sizes.layer_weight_bytes(first, end)
     table_bytes = rank.weight_bytes - layer_bytes - sizes.encoder_bytes  # embedding, head and others
-    packed = " packed" if layer_bytes != stored_bytes else ""  # kernels of CPUs need the packed form
+    packed = " packed" if layer_bytes != stored_bytes else ""  # CPU kernels store weights in another form
     parts = [f"{count(rank.num_layers, 'layer')} {format_bytes(layer_bytes)}{packed}"]
     if table_bytes:
         names = " and ".join(sizes.table_names(stage, plan.pipeline_parallel_size))
@@ -163,7 +166,7 @@ def _name_stages(numbers: Sequence[int]) -> str:
 
 
 def describe_kv_cache(planned: Planned, figures: Figures) -> list[tuple[str, str]]:
-    """Returns the size of the KV cache, and what bounds requests and their length."""
+    """Returns rows about the size of the KV cache, and about the number and length of requests."""
     plan, kv, blocks = planned.plan, planned.sizes.kv, num_kv_blocks(planned)
     request_bytes = sum(
         kv.block_bytes(rank.first_layer, rank.end_layer) * kv.sequence_blocks for rank in plan.stage_ranks
@@ -192,7 +195,11 @@ def _describe_length(planned: Planned) -> str:
 
 
 def describe_times(planned: Planned) -> list[tuple[str, str]]:
-    """Returns predicted times of steps and first tokens, for some numbers and lengths of requests."""
+    """Returns rows with predicted times of steps and first tokens, for several loads.
+
+    A load is a number of concurrent requests and their length. Loads that the plan does not allow are left
+    out.
+    """
     plan, sizes, rates = planned.plan, planned.sizes, planned.rates
     overhead = duration(overhead_s(plan))
     rows = [("step", f"{spread(predict(plan, rates))} for one request, including {overhead} of scheduling")]
@@ -200,13 +207,12 @@ def describe_times(planned: Planned) -> list[tuple[str, str]]:
     contexts = [typical_context(plan.engine.max_model_len)]
     if plan.engine.max_model_len > _LONG_CONTEXT:
         contexts.append(_LONG_CONTEXT)
+    allowed_requests = [requests for requests in _REQUESTS if requests <= plan.engine.max_num_seqs]
     for context in contexts:
-        for requests in _REQUESTS:
-            if requests <= plan.engine.max_num_seqs:
-                step = forecast(
-                    plan, sizes, rates, StepLoad(requests=requests, context=context), feed_forward_wait
-                )
-                rows.append(("", f"{spread(step)} for {count(requests, 'request')} of {context:,} tokens"))
+        for requests in allowed_requests:
+            load = StepLoad(requests=requests, context=context)
+            step = forecast(plan, sizes, rates, load, feed_forward_wait)
+            rows.append(("", f"{spread(step)} for {count(requests, 'request')} of {context:,} tokens"))
     for context in contexts:
         first = forecast_first_token(plan, sizes, rates, context, feed_forward_wait)
         label = "first token" if context == contexts[0] else ""
@@ -232,7 +238,10 @@ def _describe_rates(planned: Planned) -> list[str]:
 
 
 def _describe_settings(planned: Planned) -> list[tuple[str, str]]:
-    """Returns the settings of all ranks, without the settings of a kind of device that the plan lacks."""
+    """Returns rows with the settings of all ranks.
+
+    Leaves out the settings of GPU ranks in a plan without GPUs, and of CPU ranks in a plan without CPUs.
+    """
     plan, engine = planned.plan, planned.plan.engine
     per_stage = "" if plan.tensor_parallel_size == 1 else f" of {count(plan.tensor_parallel_size, 'rank')}"
     stages = f"{count(plan.pipeline_parallel_size, 'stage')}{per_stage}"

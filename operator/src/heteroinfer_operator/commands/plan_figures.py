@@ -78,9 +78,10 @@ def typical_context(max_model_len: int) -> int:
 
 
 def full_length_requests(planned: Planned) -> float:
-    """Returns how many requests of the maximum length the KV cache holds.
+    """Returns for how many requests of the maximum length the KV cache has space.
 
     Unlike the result of `requests_at_once`, the number has a fraction, and the scheduler does not limit it.
+    vLLM keeps one block for itself.
     """
     return max(num_kv_blocks(planned) - 1, 0) / max(planned.sizes.kv.sequence_blocks, 1)
 
@@ -94,8 +95,8 @@ def longest_request(planned: Planned) -> int | None:
     if len(known_blocks) < len(stages):
         return None
     usable_blocks = min(known_blocks) - 1  # vLLM keeps one block for itself
-    # A longer request never needs fewer blocks. So the lengths 1, 2, ... fit up to the longest one, and their
-    # number is this length.
+    # A longer request never needs fewer blocks. So the lengths from 1 to the longest length fit, and no other
+    # length fits. The number of lengths that fit is the longest length.
     lengths = range(1, planned.sizes.profile.max_position_embeddings + 1)
     return bisect_right(lengths, usable_blocks, key=lambda tokens: sequence_blocks(planned, tokens))
 

@@ -54,7 +54,7 @@ def _local_directory(uri: str, model_dir: Path | None) -> Path | None:
 
 
 def _describe_missing_tokenizer(directory: Path, args: Sequence[str]) -> tuple[str, ...]:
-    """Returns a note if the folder has no tokenizer and no argument names another one."""
+    """Returns a note if the folder has no tokenizer and no argument names another tokenizer."""
     has_other_tokenizer = any(
         given.may_mean(option) for given in given_options(args) for option in _OTHER_TOKENIZER
     )

@@ -23,7 +23,7 @@ from heteroinfer_operator.stored_fields import UnreadableError
 _JSON: Final = re.compile(r'\s*\{\s*["}]')
 """Beginning of a JSON object; YAML such as `{kind: List}` does not match."""
 _Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The loader of libyaml, which is ten times as fast, if PyYAML was built with it."""
+"""The loader of libyaml if PyYAML was built with libyaml. It is ten times as fast as PyYAML's own loader."""
 _NOT_OBJECTS: Final = (
     yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError, UnreadableError
 )  # fmt: skip
@@ -83,7 +83,7 @@ def load_nodes(file: str) -> GivenNodes:
 
 
 def _with_requests(node: NodeView, pods: Iterable[trim.PodRequests]) -> NodeView:
-    """Returns the node with the requests of its pods: in all, and by the priority of the pods."""
+    """Returns the node with the total requests of its pods, and with the total for each priority."""
     requests: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
     for pod in pods:
         requests[pod.priority].append(pod.requests)
@@ -111,7 +111,7 @@ def _error_position(error: Exception) -> str:
 
 
 def _list_items(stored: Any) -> list[Mapping[str, Any]]:
-    """Returns the objects of a list, or a single Node as a list of one.
+    """Returns the objects of a list, or a list with the only object if the text is a single Node.
 
     Objects of a typed list, such as a NodeList, have no kind. They get the kind of the list.
     """

@@ -209,10 +209,11 @@ def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str,
     taken = rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes
     role = roles[rank.role]
     if rank.feed_forward is not None:
-        # feedForward.memory sets the memory of feed-forward ranks in the GPU's pod. The resources of a CPU
-        # role set that of the ranks in its pods.
+        # feedForward.memory sets the memory of feed-forward ranks in the GPU's pod. For feed-forward ranks in
+        # other pods, the resources of their CPU role set the memory.
+        is_in_gpu_pod = rank.pod == planned.plan.ranks[0].pod
         written = _quote_memory(role, rank.device)
-        if role.feed_forward is not None and rank.pod == planned.plan.ranks[0].pod:
+        if role.feed_forward is not None and is_in_gpu_pod:
             written = f" ({role.feed_forward.memory})"
         return f"{format_bytes(taken)}{written}"
     budget = next(each for each in planned.budgets[rank.stage].ranks if each.role == rank.role)
@@ -226,7 +227,10 @@ def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str,
 
 
 def _quote_memory(role: RoleSpec, device: Device) -> str:
-    """Returns the memory of a role as the user wrote it, in parentheses, or ""."""
+    """Returns the memory of a role as the user wrote it, in parentheses, or "".
+
+    For CPUs, this is the memory limit, otherwise the memory request.
+    """
     if device is Device.GPU:
         return f" ({role.device_memory})" if role.device_memory else ""
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():

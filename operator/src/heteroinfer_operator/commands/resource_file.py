@@ -27,7 +27,8 @@ def read_resource(file: str, *, model_dir: Path | None = None) -> tuple[dict[str
         model_dir: folder of the model on this machine; replaces `spec.model.uri`.
 
     Raises:
-        SpecError: load_document failed, or the resource is invalid. Each line begins with the file's name.
+        SpecError: `load_document` raised it, or the resource is invalid. Each line of the message begins
+            with the file's name.
     """
     document = load_document(file)
     if model_dir is not None:

@@ -21,8 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
     def restart(spec: Spec) -> tuple[Spec, str]:
-        """Returns the field to set, and the outcome for the user."""
-        when = " (suspended: takes effect when you resume it)" if spec.get("suspend") else ""
+        """Returns the field to set, and a text about the outcome for the user."""
+        when = " (suspended: takes effect when you resume the resource)" if spec.get("suspend") else ""
         return {"restartedAt": now}, f"restart requested{when}"
 
     asyncio.run(patch_specs(arguments, restart))

@@ -33,7 +33,7 @@ BuildParser = Callable[[Sequence[str]], argparse.ArgumentParser]
 
 
 class _NoFiles(BaseCompleter):
-    """Completes nothing. argcomplete would otherwise complete names of files."""
+    """Completes nothing. Without a completer, argcomplete would complete names of files."""
 
     def __call__(self, **_: Any) -> Sequence[str]:
         return ()

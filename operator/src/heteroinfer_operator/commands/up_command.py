@@ -30,8 +30,8 @@ from heteroinfer_operator.up.session import Session
 
 EXIT_OK: Final = 0
 _LONGEST_TEMPORARY_FOLDER: Final = 40
-"""In bytes. The path of a socket may have 107 bytes (unix(7)); `/heteroinfer-XXXXXXXX/p9999/tmp/` and a UUID
-take the rest."""
+"""In bytes. The path of a socket may have 107 bytes (unix(7)). The folder's path is followed by
+`/heteroinfer-XXXXXXXX/p9999/tmp/` and a UUID."""
 _WIDTH_OF_FILES: Final = 120
 """Columns if the output is not a terminal: room for a whole row of the table."""
 
@@ -140,7 +140,8 @@ def _read_calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
 def _pod_folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
     """Yields the pods' scratch folder and the folder of logs.
 
-    Removes the scratch folder at the end. A temporary folder of logs stays after a failure, if it has files.
+    Removes the scratch folder at the end. If the user named no folder of logs, the temporary folder of logs
+    stays only after a failure, and only if it has files.
     """
     with tempfile.TemporaryDirectory(prefix="heteroinfer-", dir=_short_temporary_folder()) as scratch:
         if log_dir is not None:
@@ -158,7 +159,7 @@ def _pod_folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
 
 
 def _short_temporary_folder() -> Path:
-    """Returns a folder in which the paths of pods' sockets are short enough: the usual one, or /tmp."""
+    """Returns a folder in which the paths of pods' sockets are short enough: the usual folder, or /tmp."""
     usual = Path(tempfile.gettempdir())
     return usual if len(os.fsencode(usual)) <= _LONGEST_TEMPORARY_FOLDER else Path("/tmp")  # noqa: S108 - made private below it
 

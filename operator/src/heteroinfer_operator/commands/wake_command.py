@@ -49,17 +49,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _wake_groups(arguments: argparse.Namespace) -> None:
-    """Wakes the sleeping groups by a request to the API of each leader."""
+    """Wakes the chosen groups that sleep, by a request to the API of each leader."""
     async with open_cluster(arguments) as cluster:
         (resource,) = await read_resources(cluster.server, cluster.namespace, arguments.name)
         name = f"{names.SINGULAR}/{resource.key.name}"
         owner = Owner(key=resource.key, uid=str(resource.manifest["metadata"]["uid"]))
+        chosen = [group for group in resource.status.groups if arguments.group in (None, group.index)]
         asleep = [
             group
-            for group in resource.status.groups
+            for group in chosen
             if group.phase is GroupPhase.SLEEPING
             and group.members
-            and arguments.group in (None, group.index)
             # Skip names that are no pods of this resource: another writer of the status must not choose the
             # pod to which the user's request goes.
             and parse_worker_name(owner, group.members[0].pod) is not None

@@ -71,7 +71,7 @@ class CheckState(StrEnum):
     UNKNOWN = "unknown"
     """The check has no result, for example because the user lacks a right."""
     FAILED = "failed"
-    """HeteroInfer does not work."""
+    """HeteroInfer does not work in this cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +225,8 @@ class _ClusterChecks:
         if plugins:
             return CheckState.OK, ", ".join(sorted(plugins))
         return CheckState.WARNING, (
-            "found no network plugin that is known to enforce NetworkPolicies. If your plugin ignores them, "
-            "any pod can reach the ports of the groups. Check this in the plugin's documentation"
+            "found no network plugin that is known to enforce NetworkPolicies. If your plugin ignores these "
+            "policies, any pod can reach the ports of the groups. Check this in the plugin's documentation"
         )
 
     async def _read_nodes(self) -> Sequence[Mapping[str, Any]]:
@@ -238,8 +238,8 @@ class _ClusterChecks:
 async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> list[str]:
     """Asks the API server which rights the service account of an operator lacks.
 
-    Returns a description of each missing right. If the operator's settings are wrong, returns only the error
-    in the settings, because they decide which rights the operator needs.
+    Returns a description of each missing right. The operator's settings decide which rights the operator
+    needs. So if the settings are wrong, returns only the error in the settings.
     """
     try:
         # The Deployment has no values for these two variables, because Kubernetes takes them from the pod.

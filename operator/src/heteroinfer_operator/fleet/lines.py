@@ -50,8 +50,8 @@ class RankLine:
         layers: layers of the rank, such as "0-11".
         seen_s: seconds since its last heartbeat.
         locked_memory_bytes: memory that the rank has locked.
-        locked_memory_limit_bytes: maximum memory that the rank may lock; None if there is no limit, or
-        unknown.
+        locked_memory_limit_bytes: maximum memory that the rank may lock; None if there is no limit, or if it
+            is unknown.
         transports: how tensors of the rank travel, such as `ranks:nccl_p2p`.
     """
 
@@ -86,8 +86,8 @@ class GroupLine:
         kv_use: used share of the KV cache, 0 to 1, or None.
         predicted_ms: predicted time of a step with one request, in milliseconds, or None.
         calibration: description of the rates that the prediction uses, or "".
-        long_prompts: description of the GPU's part of the experts in long prompts: as the group measured the
-            part, otherwise as predicted; "" if both are unknown.
+        long_prompts: description of the experts that the GPU computes in long prompts: as measured by the
+            group, otherwise as predicted; "" if both are unknown.
         failure: the group's last failure, or None.
     """
 
@@ -120,7 +120,7 @@ class ResourceLine:
     """The shown values of one HeteroInference.
 
     Attributes:
-        available: status of the condition Available: True if requests would be answered.
+        available: status of the condition Available, which is True if groups would answer requests.
         ready: status of the condition Ready. `reason` and `message` come from this condition.
         groups: ready groups and all groups, such as 1/2.
         lines: the resource's groups, in the order of their indexes.

@@ -29,7 +29,7 @@ _CAPTION: Final = (
 
 
 def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType:
-    """Builds the table of resources. Below the table are lines about waits and predictions, and the note.
+    """Builds the table of resources, and below the table lines about waits and predictions, and the note.
 
     A resource that no operator has acted on has no row, because the row would be empty.
 
@@ -59,7 +59,7 @@ def build_rows(resource: ResourceLine) -> Iterable[Row]:
     """Yields the row of a resource, then the rows of its groups."""
     available = {"True": "Available", "False": "not Available"}.get(resource.available, "")
     groups = f"{resource.groups} groups ready" if resource.groups else ""
-    phase = ", ".join(words for words in (available, groups) if words)
+    phase = ", ".join(text for text in (available, groups) if text)
     if phase and resource.reason:
         phase = f"{phase} ({resource.reason})"
     yield {"name": str(resource.key), "phase": phase or resource.reason}

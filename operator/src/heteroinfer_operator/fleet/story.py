@@ -34,15 +34,17 @@ def epochs(pods: Sequence[PodView]) -> tuple[int, ...]:
 
 
 def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tuple[PodStory, ...]:
-    """Describes the pods of one epoch: first the culprit, then other failed pods, then the rest.
+    """Describes the pods of one epoch: first the culprit, then other failed pods, then all other pods.
 
-    In a running epoch without failures, the pod of the rank that ended the previous epoch comes first.
+    The *culprit* is the pod that ended the epoch. In a running epoch without failures, the pod of the rank
+    that ended the previous epoch comes first.
     """
     current = [pod for pod in pods if epoch_of(pod) == epoch]
     ranks = _ranks_by_pod(group)
     culprit = _find_culprit(group, current, ranks)
 
     def order(pod: PodView) -> tuple[bool, bool, int]:
+        """Returns the sort key of a pod. False sorts before True."""
         return index_of(pod) != culprit, not _has_failed(pod), index_of(pod)
 
     # A pod that still runs did not end this epoch, even if it comes first.
@@ -97,9 +99,9 @@ def _find_culprit(
     self_reported = [pod for pod, failure in failures if failure.pod == index_of(pod)]
     if self_reported:
         return index_of(self_reported[0])
-    blamed = [failure.pod for _, failure in failures if failure.pod is not None]
-    if blamed:
-        return blamed[0]
+    reported_by_others = [failure.pod for _, failure in failures if failure.pod is not None]
+    if reported_by_others:
+        return reported_by_others[0]
     failed_rank = group.failures[-1].rank if group.failures else None
     for pod in pods:
         if failed_rank is not None and failed_rank in ranks.get(pod.name, ()):

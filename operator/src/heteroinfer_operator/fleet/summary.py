@@ -29,7 +29,9 @@ _WANTED_TRUE: Final = frozenset(
         ConditionType.CAPACITY_AVAILABLE,
     }
 )
+"""Conditions that are True in a resource without a problem."""
 _WANTED_FALSE: Final = frozenset({ConditionType.STALLED, ConditionType.DEGRADED, ConditionType.FAILED})
+"""Conditions that are False in a resource without a problem."""
 _FALSE_AT_REST: Final = frozenset(
     {
         ConditionType.AVAILABLE,
@@ -99,7 +101,7 @@ class ResourceSummary:
         lines = [f"{names.KIND} {self.line.key}", *_aligned(self._overview(now, verbose=verbose))]
         conditions = self.status.conditions if verbose else self.unexpected_conditions
         shown = _ShownMessages()
-        shown.shorten(self._state(), "State")
+        shown.shorten(self._state(), "State")  # later lines with the same message refer to this line
         if conditions:
             title = "Conditions" if verbose else "Conditions that need attention"
             lines += [
@@ -186,13 +188,17 @@ class ResourceSummary:
 
 
 class _ShownMessages:
-    """The messages in the text so far. A message that the text already has becomes a reference to it."""
+    """The messages in the text so far. The text refers to an earlier message instead of repeating it."""
 
     def __init__(self) -> None:
         self._place_by_message: dict[str, str] = {}
 
     def shorten(self, message: str, place: str) -> str:
-        """Returns the message of a new place, or a reference to an earlier message that ends with it."""
+        """Returns the message, or a reference to an earlier message that ends with this message.
+
+        Args:
+            place: name of the line or the row that shows the message.
+        """
         if not message:
             return message
         for shown, earlier_place in self._place_by_message.items():
@@ -221,7 +227,7 @@ def _next_steps(summary: ResourceSummary) -> Iterable[str]:
 
 
 def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
-    """Yields the commands and actions for the most urgent problem of the resource; nothing without one."""
+    """Yields the commands and actions for the most urgent problem of the resource, if there is one."""
     stalled = status.condition(ConditionType.STALLED.value)
     messages = _waiting_messages(status)
     if _has_condition(status, ConditionType.FAILED, ConditionStatus.TRUE):

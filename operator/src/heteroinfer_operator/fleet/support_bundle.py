@@ -100,11 +100,11 @@ class SupportBundle:
     async def _add_events(self, pods: Iterable[Manifest]) -> None:
         """Adds the events about the resource and its objects."""
         key = self._resource.key
-        known = {key.name, *(str(pod["metadata"]["name"]) for pod in pods)}
+        known_names = {key.name, *(str(pod["metadata"]["name"]) for pod in pods)}
         events = [
             redact_object(event)
             for event in await self._list(EVENT.path(key.namespace))
-            if _is_about(event, key.name, known)
+            if _is_about(event, key.name, known_names)
         ]
         self._files["events.yaml"] = yaml.safe_dump(events, sort_keys=False)
 
@@ -115,14 +115,16 @@ class SupportBundle:
         states = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
         for state in states:
             container = str(state["name"])
-            if not (state.get("containerID") or state.get("restartCount")):
-                continue  # a container that never ran has no log
-            await self._add_log(f"{folder}/{container}.log", path, {"container": container})
-            if not state.get("restartCount"):
+            has_restarted = bool(state.get("restartCount"))
+            has_run = bool(state.get("containerID")) or has_restarted
+            if has_run:
+                await self._add_log(f"{folder}/{container}.log", path, {"container": container})
+            if not has_restarted:
                 continue
             file = f"{folder}/{container}.previous.log"
             # The kubelet has the log of the previous run only if the status has the id of its container.
-            if ((state.get("lastState") or {}).get("terminated") or {}).get("containerID"):
+            previous_run = (state.get("lastState") or {}).get("terminated") or {}
+            if previous_run.get("containerID"):
                 await self._add_log(file, path, {"container": container, "previous": "true"})
             else:
                 self.missing.append(
@@ -177,12 +179,12 @@ class SupportBundle:
         self._files[path] = yaml.safe_dump(redact_object(manifest), sort_keys=False)
 
 
-def _is_about(event: Mapping[str, Any], name: str, known: set[str]) -> bool:
+def _is_about(event: Mapping[str, Any], name: str, known_names: set[str]) -> bool:
     """Reports whether an event is about the resource or one of its objects.
 
     Args:
-        name: name of the resource, with which the names of its objects begin.
-        known: names of the resource and of its pods.
+        name: name of the resource. The names of its objects begin with this name.
+        known_names: names of the resource and of its pods.
     """
     regarding = str((event.get("regarding") or {}).get("name", ""))
-    return regarding in known or regarding.startswith(f"{name}-")
+    return regarding in known_names or regarding.startswith(f"{name}-")

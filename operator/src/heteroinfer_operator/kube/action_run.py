@@ -128,8 +128,8 @@ class ActionRun:
     async def run_all(self, actions: Sequence[Action]) -> float | None:
         """Runs the actions that can run now: the status first, then children in stages, dry runs last.
 
-        Records events only after the status was sent, because without the new status the next decision has
-        the same events again.
+        *Children* are the objects that the operator creates for the resource. Records events only after the
+        status was sent: without the new status, the next decision would have the same events again.
 
         Returns:
             Seconds until an action may be tried again, or None.
@@ -158,9 +158,9 @@ class ActionRun:
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _reserve_capacity(self, actions: Sequence[Action]) -> None:
-        """Reserves capacity for the pods of this decision until the next decision.
+        """Reserves capacity for the pods of this decision until the next decision of this resource.
 
-        So other resources, which decide in the meantime, do not plan the same capacity.
+        So the decisions of other resources do not plan the same capacity in the meantime.
         """
         creates = [action.manifest for action in actions if isinstance(action, CreateObject)]
         pods = [manifest for manifest in creates if manifest["kind"] == POD.name]
@@ -169,7 +169,10 @@ class ActionRun:
         self._memory.reserved_pods = frozenset(NamespacedName.from_object(pod) for pod in pods)
 
     async def _try_objects(self, action: TryObjects) -> None:
-        """Runs the dry run of a revision's objects for the rest of this reconcile's time."""
+        """Waits for the dry run of a revision's objects for the rest of this reconcile's time.
+
+        After this time, the dry run continues in the background.
+        """
         await self._context.dry_runs.await_admission(self._resource, action, patience_s=self._seconds_left())
 
     def _seconds_left(self) -> float:
@@ -186,32 +189,34 @@ class ActionRun:
             False if the decision has a new status that was not sent. Then the events of this decision must
             wait, too.
         """
-        statuses = [action for action in actions if isinstance(action, PatchStatus)]
+        statuses = [action for action in actions if isinstance(action, PatchStatus)]  # at most one
         finalizers = [action for action in actions if isinstance(action, RemoveFinalizer)]
-        if not statuses:
+        has_new_status = bool(statuses)
+        if not has_new_status:
             self._finish_earlier_status_writes()
         writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
         wait_s = self._memory.status_attempts.wait_s() if writes else 0.0
-        if wait_s > 0:  # a moment ago an earlier attempt was sent: send nothing, and use no budget
-            self._record_conflicts(writes)
+        if wait_s > 0:  # an earlier attempt was sent a moment ago: send nothing, and use no budget
+            self._record_conflicts(writes)  # blocks all actions that depend on these writes
             self._status_retry_s = wait_s
-            return not statuses
+            return not has_new_status
         permitted = [action for action in writes if self._permits.may_run(action)]
         if permitted:
             await self._attempt_writes(permitted)
-        return not statuses or statuses[0] in permitted
+        was_status_sent = has_new_status and statuses[0] in permitted
+        return was_status_sent or not has_new_status
 
     def _finish_earlier_status_writes(self) -> None:
-        """Cancels unanswered writes of earlier statuses, for a decision without a new status.
+        """Cancels unanswered writes of earlier statuses, because this decision has no new status.
 
-        Without such writes, reports that the stored status is up to date.
+        Without unanswered writes, reports that the stored status is up to date.
         """
         if not self._memory.status_attempts.has_pending:
             self._context.callbacks.status_written(self._resource.key, True)
             return
-        # The API server may still store an earlier status. So all actions that depend on the status wait, as
-        # if this decision had a status that cannot be written.
         self._memory.status_attempts.cancel()
+        # The API server may still store an earlier status. So all actions that depend on the status wait, as
+        # if this decision had a status that cannot be written. Only the type of this action matters.
         self._record_conflicts([PatchStatus(status={}, resource_version="")])
         self._status_retry_s = STATUS_RETRY_S
 
@@ -260,19 +265,20 @@ class ActionRun:
                     )
                     self._record_conflicts(actions)
                     self._report_unwritten_status(_STATUS_RETRY_PAUSE_S)
-                    return  # without `wake`, because `run_all` returns the time of the next attempt
+                    return  # `wake` is not needed, because `run_all` returns the time of the next attempt
                 self._context.callbacks.status_written(self._resource.key, False)
                 self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.answer_message))
             else:
                 self._current_permits().record_success(action)
-                # This success changes the version that the other attempts name, so they can only conflict.
+                # This success changes the resource's version. The other attempts name the old version, so
+                # they could only conflict.
                 self._memory.status_attempts.cancel(kept_task=asyncio.current_task())
                 self._context.callbacks.status_written(self._resource.key, True)
         if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
 
     async def _patch_status(self, action: PatchStatus) -> None:
-        """Writes the status, if the stored version is the version that the decision used."""
+        """Writes the status. The API server refuses the write if the resource has changed since."""
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name, "status")
         # An earlier write of this run may have changed the observed version to `_version`.
         is_observed_version = action.resource_version == self._resource.resource_version
@@ -332,7 +338,7 @@ class ActionRun:
         The pods of one epoch are one batch, because `_create_pods` may create one pod before the others. No
         object depends on a pod, so a batch of pods without an answer blocks nothing.
         """
-        # By task: the actions whose dependents are blocked while the task has no answer.
+        # By task: the actions on which other objects depend. While a task has no answer, those objects wait.
         started: dict[asyncio.Task[object], Sequence[Write]] = {}
         pod_batches: dict[tuple[frozenset[str], str], list[CreateObject]] = {}
         for action in stage:
@@ -356,8 +362,8 @@ class ActionRun:
     def _prepare_pod_create(self, action: CreateObject) -> CreateObject | None:
         """Returns the action that creates a pod, or None if the pod may not be created now.
 
-        If an earlier decision sent a create request for this pod and got no answer, the new request has the
-        manifest of that decision. So both requests create the same pod. While create requests of another
+        If an earlier decision wanted the same pod and the pod does not exist yet, the action gets the
+        manifest of that decision. So repeated requests create the same pod. While create requests of another
         epoch of the group have no answer, the pod is not created, because these requests may still succeed.
         """
         name, epoch = action.manifest["metadata"]["name"], _epoch_of_create(action)
@@ -403,12 +409,15 @@ class ActionRun:
         return task
 
     def _remove_requests(self, actions: Iterable[Write]) -> None:
-        """Removes answered requests from the memory. Wakes the resource if its reconcile has ended."""
+        """Removes answered requests from the memory. Wakes the resource if its reconcile has ended.
+
+        Keeps a request that a later reconcile has sent for the same object.
+        """
         for action in actions:
             target = kind_and_name(action, self._resource.key.name)
             pending = self._memory.pending_requests.get(target)
             is_own_request = pending is self._started_requests.get(target)
-            if is_own_request:  # otherwise a later reconcile has sent the pending request
+            if is_own_request:
                 self._memory.pending_requests.pop(target, None)
         if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
@@ -456,7 +465,7 @@ class ActionRun:
             self._remove_requests([action])
 
     async def _run_in_slot(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a create or an apply once one of the resource's WRITES_AT_ONCE slots is free."""
+        """Runs a create or an apply as soon as one of the resource's WRITES_AT_ONCE slots is free."""
         async with self._memory.slots:
             await work
 

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _READ_S: Final = 0.75
 """How long a reconcile waits for a resource whose cached copy is old."""
 _LIST_S: Final = 1.0
-"""How long a reconcile waits for the list of a namespace's resources, which the answer to a fetch pod needs.
+"""How long a reconcile waits for the list of a namespace's resources, before it answers a fetch pod.
 
 The wait delays the status, which must not be older than 2 s.
 """
@@ -172,8 +172,9 @@ class KubeCluster:
     ) -> tuple[CacheUser, ...] | None:
         """Returns the other resources that use the claim of the model cache.
 
-        Returns None if some users may be unknown, and if the decision does not need them: they matter only
-        for a new fetch pod that may remove commits.
+        Returns None if the operator may not know all of these resources, or if the decision does not need
+        them: only the decision about a new fetch pod needs them, because that pod may remove old commits of
+        the model from the cache.
         """
         has_fetch_pod = any(
             pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods
@@ -184,9 +185,9 @@ class KubeCluster:
     async def _confirm_cleanup(self, key: ResourceKey, pod: PodRecord) -> bool:
         """Reports whether a fetch pod's list of commits in use is complete. If so, records the confirmation.
 
-        A watch may be silent for more than a minute before it counts as broken, so the cache may lack a new
-        resource. So this method lists the namespace's resources before it decides. It skips this request if
-        the cache already shows that the pod's list is incomplete.
+        A broken watch may stay unnoticed for more than a minute, so the cache may lack a new resource. So
+        this method lists the namespace's resources from the API server first, unless the cache already shows
+        that the pod's list is incomplete.
         """
         if not self._is_list_complete(key, pod):
             return False
@@ -342,6 +343,6 @@ def _with_implied_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
 
 
 def _has_vanished_pod(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:
-    """Reports whether a pod disappeared without a deletion. Such a pod has perhaps only lost its label."""
+    """Reports whether a pod disappeared without a deletion. Such a pod may have lost only its label."""
     names_after = {pod.view.name for pod in after}
     return any(pod.view.gone_by is None and pod.view.name not in names_after for pod in before)

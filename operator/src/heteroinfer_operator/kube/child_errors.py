@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from heteroinfer_contract import names
@@ -70,34 +71,67 @@ def _resources_fix(action: Action, reason: str) -> str:
     labels = action.manifest["metadata"].get("labels", {})
     component = labels.get(names.LABEL_COMPONENT)
     if component == names.COMPONENT_WORKER:
-        role = f"role {labels.get(names.LABEL_ROLE)}"
-        limits_fix = f"Set resources.limits of {role}, or podResources.worker of the chart"
-        quota_fix = f"{quota_advice}, or lower resources of {role}"
-        number_fix = f"{quota_advice}, or lower pods of the roles or spec.replicas"
-        range_fix = f"Set resources of {role} that the namespace's LimitRange allows"
+        fixes = _worker_fixes(labels.get(names.LABEL_ROLE), quota_advice)
     else:
-        verb = "fetches" if component == names.COMPONENT_FETCH else "reads"
-        explanation = f"The operator creates this pod, which {verb} the model. "
-        limits_fix = range_fix = (
-            f"{explanation}Set spec.model.resources, or podResources.{component} of the chart"
-        )
-        quota_fix = f"{explanation}{quota_advice}, or lower spec.model.resources"
-        number_fix = f"{explanation}{quota_advice}"
+        fixes = _model_pod_fixes(component, quota_advice)
     if quota_advice:
-        return number_fix if exceeded_amounts & _NUMBERS_OF_PODS else quota_fix
-    if "failed quota:" in reason:  # the pod must set limits
-        return limits_fix
-    return range_fix if _LIMIT_RANGE_ERROR.search(reason) else ""
+        return fixes.full_pod_quota if exceeded_amounts & _NUMBERS_OF_PODS else fixes.full_quota
+    if "failed quota:" in reason:  # the quota requires that each pod sets limits
+        return fixes.missing_limits
+    return fixes.limit_range if _LIMIT_RANGE_ERROR.search(reason) else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PodFixes:
+    """Fixes for a refused pod, by the cause of the refusal.
+
+    Attributes:
+        missing_limits: a ResourceQuota requires limits that the pod does not set.
+        full_quota: the pod requests more resources than the ResourceQuota has left.
+        full_pod_quota: the ResourceQuota allows no more pods.
+        limit_range: the pod's resources are outside of the LimitRange.
+    """
+
+    missing_limits: str
+    full_quota: str
+    full_pod_quota: str
+    limit_range: str
+
+
+def _worker_fixes(role: str | None, quota_advice: str) -> _PodFixes:
+    """Returns the fixes for a worker pod of this role."""
+    return _PodFixes(
+        missing_limits=f"Set resources.limits of role {role}, or podResources.worker of the chart",
+        full_quota=f"{quota_advice}, or lower resources of role {role}",
+        full_pod_quota=f"{quota_advice}, or lower pods of the roles or spec.replicas",
+        limit_range=f"Set resources of role {role} that the namespace's LimitRange allows",
+    )
+
+
+def _model_pod_fixes(component: str | None, quota_advice: str) -> _PodFixes:
+    """Returns the fixes for a pod that fetches or reads the model."""
+    verb = "fetches" if component == names.COMPONENT_FETCH else "reads"
+    explanation = f"The operator creates this pod, which {verb} the model. "
+    set_resources = f"{explanation}Set spec.model.resources, or podResources.{component} of the chart"
+    return _PodFixes(
+        missing_limits=set_resources,
+        full_quota=f"{explanation}{quota_advice}, or lower spec.model.resources",
+        full_pod_quota=f"{explanation}{quota_advice}",
+        limit_range=set_resources,
+    )
 
 
 def _describe_quota(manifest: Manifest, reason: str) -> tuple[str, frozenset[str]]:
-    """Returns the advice to raise the exceeded quota, and the exceeded amounts; "" without such a quota."""
+    """Returns the advice to raise the exceeded quota, and the names of the exceeded amounts.
+
+    Returns "" and no amounts if no quota is exceeded.
+    """
     if "exceeded quota:" not in reason:
         return "", frozenset()
     namespace = manifest["metadata"].get("namespace", "")
     found = _EXCEEDED_QUOTA.search(reason)
     name = f" {found[1]}" if found is not None else ""
-    amounts = found[2].rstrip(",").split(",") if found is not None else []
+    amounts = found[2].rstrip(",").split(",") if found is not None else []  # such as pods=1
     place = f" of namespace {namespace}" if namespace else ""
     return f"Raise the quota{name}{place}", frozenset(each.partition("=")[0] for each in amounts)
 
@@ -163,7 +197,7 @@ def unanswered_message(action: Action, why: str) -> str:
 
 
 def _describe_write(action: Action) -> str:
-    """Returns the object or the deletion that an action writes, for messages."""
+    """Returns the object that an action writes, or the deletion, as words of a message."""
     match action:
         case CreateObject() | ApplyObject():
             return f"{action.manifest['kind']} {action.manifest['metadata']['name']}"
@@ -175,7 +209,7 @@ def _describe_write(action: Action) -> str:
 
 
 def name_taken(child: str) -> ChildError:
-    """Returns the error for a name that an object of another owner has.
+    """Returns the error for a child whose name an object of another owner has.
 
     Args:
         child: kind and name of the object.
@@ -188,9 +222,9 @@ def name_taken(child: str) -> ChildError:
 
 
 def name_held(child: str, stored: Manifest) -> ChildError:
-    """Returns the error for a name that an object still has.
+    """Returns the error for a child whose name another object still has.
 
-    The object will disappear: it is being deleted, or its owner is gone.
+    That object will disappear: it is being deleted, or its owner is gone.
     """
     return ChildError(
         f"{child} {_describe_deletion(stored)}. The operator needs this name and waits", reason=NAME_HELD

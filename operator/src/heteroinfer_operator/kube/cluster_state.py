@@ -61,6 +61,9 @@ NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Faile
 class ClusterState:
     """Caches resources, their pods and other children. In cluster scope also nodes and all pods' requests.
 
+    A *child* is an object that the operator created for a resource. A *scope* is a namespace, or None for all
+    namespaces.
+
     Attributes:
         cluster_scope: whether all namespaces are cached.
         never_placed: pods that were deleted before they had a node.
@@ -93,7 +96,7 @@ class ClusterState:
         self._stored_calibrations = stored_calibrations
         self._clock = clock
         self._ready_scopes: set[str | None] = set()
-        """Scopes whose caches have their first lists (a namespace; None: all namespaces)."""
+        """Scopes whose caches have their first lists."""
         self._some_ready = asyncio.Event()
         self._awake = AwakeClock(clock)
         self._unreachable_nodes = OwnClock(monotonic_s=self._awake.awake_s)
@@ -116,7 +119,7 @@ class ClusterState:
         self.resources = ResourceCache(server, scopes, touched, operator_class=operator_class)
 
         def build_pod_cache(scope: str | None) -> WatchCache[PodRecord]:
-            """Builds the cache of the operator's pods in a scope (a namespace; None: all namespaces)."""
+            """Builds the cache of the operator's pods in a scope."""
             return WatchCache(
                 server,
                 _collection_of_ours(POD, scope),
@@ -167,7 +170,7 @@ class ClusterState:
             server,
             Collection(label="requests of all pods", path=POD.path(), query=NOT_OVER),
             trim=trim.pod_requests,
-            changed=self._count_changed_requests,
+            changed=self._update_requests,
             index=lambda pod: pod.node,
         )
         self._classes = WatchCache(
@@ -252,7 +255,7 @@ class ClusterState:
         if cache is not None:
             cache.store_written(stored)
         if kind is POD and self._pod_requests is not None:
-            # The reservation from before the write ends, because `_count_changed_requests` reserves capacity
+            # The reservation from before the write ends, because `_update_requests` reserves capacity
             # for the stored pod.
             self._reserved_pods.pop(NamespacedName.from_object(stored), None)
             self._pod_requests.store_written(stored)
@@ -384,15 +387,15 @@ class ClusterState:
         return [self._with_own_times(pod) for pod in records if pod.owner_uid != uid]
 
     def _with_own_times(self, pod: PodRecord) -> PodRecord:
-        """Replaces the API server's times of a pod that is ending or has ended by this process's own times.
+        """Replaces the times of a pod that is ending or has ended by times of this process's clock.
 
         Decisions compare these times with this machine's clock, which may differ from the API server's clock.
         """
         view = pod.view
         if not view.ended:  # `ended` includes pods that are being deleted
             return pod
-        own_gone_by = None if view.gone_by is None else self._pod_deletions.moment(view.uid)
-        created = self._pod_creations.moment(view.uid) or view.created
+        own_gone_by = None if view.gone_by is None else self._pod_deletions.time_of(view.uid)
+        created = self._pod_creations.time_of(view.uid) or view.created
         return replace(pod, view=replace(view, gone_by=own_gone_by, created=created))
 
     def _wake_resources_of_pods(self, scope: str | None) -> None:
@@ -436,26 +439,35 @@ class ClusterState:
         owners_of_mounts = {
             pod.owner_uid for pod in pods if pod.key.namespace == key.namespace and claim in pod.claims
         }
-        existing_uids = {self.resources.uid(key)}
-        others = []
-        for record in self.resources.in_namespace(key.namespace):
-            if not record.is_ours:
-                return None
-            if record.key == key:
-                continue
-            uid = self.resources.uid(record.key)
-            existing_uids.add(uid)
-            child_texts = [child.text for child in self.children(record.key, uid)]
-            # The name of the claim may be anywhere in the text. A false match only keeps commits for longer.
-            is_named = any(claim in text for text in (record.text, *child_texts))
-            if uid in owners_of_mounts or is_named or identity.is_model_claim_of(record.key, claim):
-                objects = map(json.loads, child_texts)
-                config_maps = tuple(
-                    stored_object for stored_object in objects if stored_object["kind"] == CONFIG_MAP.name
-                )
-                others.append(CacheUser(resource=record.view, objects=config_maps))
+        records = self.resources.in_namespace(key.namespace)
+        if not all(record.is_ours for record in records):
+            return None
+        existing_uids = {self.resources.uid(key), *(self.resources.uid(record.key) for record in records)}
         is_mounted_by_deleted_resource = not owners_of_mounts <= existing_uids
-        return None if is_mounted_by_deleted_resource else tuple(others)
+        if is_mounted_by_deleted_resource:
+            return None
+        others = (record for record in records if record.key != key)
+        users = (self._cache_user_of(record, claim, owners_of_mounts) for record in others)
+        return tuple(user for user in users if user is not None)
+
+    def _cache_user_of(
+        self, record: trim.ResourceRecord, claim: str, owners_of_mounts: AbstractSet[str]
+    ) -> CacheUser | None:
+        """Returns a resource with its ConfigMaps if it uses a claim, otherwise None.
+
+        Args:
+            owners_of_mounts: uids of the resources whose pods mount the claim.
+        """
+        uid = self.resources.uid(record.key)
+        child_texts = [child.text for child in self.children(record.key, uid)]
+        # The name of the claim may be anywhere in the text. A false match only keeps old commits for longer.
+        is_named = any(claim in text for text in (record.text, *child_texts))
+        is_user = uid in owners_of_mounts or is_named or identity.is_model_claim_of(record.key, claim)
+        if not is_user:
+            return None
+        objects = map(json.loads, child_texts)
+        config_maps = tuple(stored for stored in objects if stored["kind"] == CONFIG_MAP.name)
+        return CacheUser(resource=record.view, objects=config_maps)
 
     def cleanup_pods(self, namespace: str, claims: AbstractSet[str]) -> tuple[CleanupPod, ...]:
         """Returns the running pods that may remove commits from these claims once the operator confirms.
@@ -481,13 +493,19 @@ class ClusterState:
         return cache.get(name) if cache is not None else None
 
     def nodes(self) -> tuple[NodeView, ...] | None:
-        """Returns nodes with the requests of their pods; None outside cluster scope."""
+        """Returns all nodes with the requests of their pods.
+
+        Returns None if the operator serves only some namespaces.
+        """
         if self._nodes is None:
             return None
         return tuple(self._complete_node(node) for node in self._nodes.values())
 
     def priority_classes(self) -> tuple[PriorityClassView, ...] | None:
-        """Returns the priority classes; None outside cluster scope and before the first list."""
+        """Returns the priority classes.
+
+        Returns None before the first list, and if the operator serves only some namespaces.
+        """
         if self._classes is None or not self._classes.synced.is_set():
             return None
         return tuple(self._classes.values())
@@ -500,7 +518,7 @@ class ClusterState:
                 node,
                 requested=self._requested_on(node.name),
                 by_priority=self._requested_by_priority(node.name),
-                unreachable_since=self._unreachable_nodes.moment(node.name),
+                unreachable_since=self._unreachable_nodes.time_of(node.name),
             )
         return view
 
@@ -511,8 +529,8 @@ class ClusterState:
         that the scheduler never places would block capacity forever.
 
         Args:
-            unsent: pods to leave out: those of the resource that decides, if their creates were not sent. A
-                decision that counted them would find its own capacity taken.
+            unsent: pods to leave out: pods of the deciding resource whose create requests were not sent. If
+                they counted, the decision would find the capacity for these pods taken.
         """
         without_node = self._pod_requests.values_under("") if self._pod_requests is not None else []
         reservations = [pod.reservation for pod in without_node if pod.reservation is not None]
@@ -528,7 +546,7 @@ class ClusterState:
         return tuple({**demands_of_unstored, **demands_of_stored}.values())
 
     def _is_reserved(self, reservation: PodReservation) -> bool:
-        """Reports whether the reservation of a stored pod is still valid."""
+        """Reports whether a stored pod's reservation is recent, and the pod's resource still exists."""
         reserved_at = self._reserved_since.get(reservation.uid)
         is_recent = reserved_at is not None and self._clock() - reserved_at < RESERVATION_S
         return is_recent and self.resources.uid(reservation.owner.key) == reservation.owner.uid
@@ -537,7 +555,7 @@ class ClusterState:
     def reserving(self, pods: Sequence[Manifest]) -> Iterator[None]:
         """Reserves capacity for these pods before the API server has stored them.
 
-        Otherwise two resources whose decisions follow each other could plan the same capacity.
+        Otherwise the next decision, for another resource, could plan the same capacity.
         """
         reservations = {NamespacedName.from_object(pod): self._demand_of_new_pod(pod) for pod in pods}
         del pods  # frees the manifests (13 KB each) early: a reservation lasts until the next decision
@@ -577,10 +595,14 @@ class ClusterState:
             requests_by_priority.setdefault(pod.priority, []).append(pod.requests)
         return {priority: sum_requests(requests) for priority, requests in requests_by_priority.items()}
 
-    def _count_changed_requests(self, before: PodRequests | None, after: PodRequests | None) -> None:
+    def _update_requests(self, before: PodRequests | None, after: PodRequests | None) -> None:
         """Forgets the totals of a changed pod's nodes, and begins or ends the pod's reservation.
 
         Calls `capacity_freed` if the pod has ended or is gone.
+
+        Args:
+            before: None for a new pod.
+            after: None for a pod that has ended or is gone.
         """
         for pod in (before, after):
             if pod is not None:

@@ -12,10 +12,10 @@ from heteroinfer_operator.cluster import CleanupPod
 
 
 class ConfirmedCleanups:
-    """The confirmations of this process, and those that an earlier process may have given.
+    """The times at which the operator confirmed the lists of fetch pods.
 
-    An earlier process may have confirmed any pod's list until this process started. So a pod without a
-    confirmation of this process counts as confirmed at the start of this process.
+    An earlier process of the operator may have confirmed any pod's list until this process started. So a pod
+    without a confirmation of this process counts as confirmed at the start of this process.
 
     Args:
         clock: monotonic clock, in seconds.

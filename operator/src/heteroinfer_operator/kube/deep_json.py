@@ -5,7 +5,7 @@ import re
 from typing import Any, Final
 
 MAX_DEPTH: Final = 200
-"""Values deeper than this are cut. It is ten times the depth of Kubernetes' own objects."""
+"""Values at a greater depth are replaced by null. Ten times the depth of Kubernetes' own objects."""
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*+"|[][{}]', re.DOTALL)
 """A string, or a bracket outside of strings."""
 
@@ -32,14 +32,14 @@ def _cut_deep_values(text: str) -> str:
     """
     pieces: list[str] = []
     depth = 0
-    start = 0  # of the text that is not in `pieces` yet
+    start = 0  # where the text begins that is not in `pieces` yet
     for token in _TOKEN.finditer(text):
         if token[0] in "[{":
             depth += 1
-            if depth == MAX_DEPTH + 1:
+            if depth == MAX_DEPTH + 1:  # the begin of a value that is too deep
                 pieces += [text[start : token.start()], "null"]
         elif token[0] in "]}":
-            if depth == MAX_DEPTH + 1:
+            if depth == MAX_DEPTH + 1:  # the end of this value
                 start = token.end()
             depth -= 1
     return "".join([*pieces, text[start:]])

@@ -35,8 +35,8 @@ class _DryRun:
 
     Attributes:
         uid: uid of the resource.
-        since_s: time of the start; once `is_admitted` is True, the time at which a reconcile last used the
-            result.
+        since_s: time from which RESULT_VALID_S counts: the start of the dry run, or the last time at which a
+            reconcile used its result.
         is_admitted: whether a reconcile has seen that the API server accepts the objects.
     """
 
@@ -50,8 +50,8 @@ class _DryRun:
 class DryRuns:
     """The newest dry run of each resource and its result. Use from one event loop."""
 
-    def __init__(self, dry_run_create: TryCreate, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._try_create = dry_run_create
+    def __init__(self, try_create: TryCreate, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._try_create = try_create
         self._clock = clock
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._by_resource: dict[ResourceKey, _DryRun] = {}
@@ -83,7 +83,8 @@ class DryRuns:
         await asyncio.wait({dry_run.task}, timeout=patience_s)
         if not dry_run.task.done():
             raise not_answered("no answer yet")
-        if dry_run.task.exception() is not None:  # so that the next call starts a new dry run
+        has_failed = dry_run.task.exception() is not None
+        if has_failed:  # forget this dry run, so that the next call starts a new one
             del self._by_resource[resource.key]
         try:
             dry_run.task.result()
@@ -132,13 +133,16 @@ class DryRuns:
             if error.blames_object:
                 message = refusal_message(CreateObject(manifest=manifest), error.answer_message)
                 raise ChildError(message, reason=OBJECT_REFUSED) from error
-            # Other refusals, such as a full quota, may pass. CONFLICT: the ConfigMap of the plan may exist
-            # already, because another revision has the same plan.
-            if not error.is_refusal and error.status != CONFLICT:
+            # Other refusals, such as a full quota, may pass, so they do not stop the rollout. With CONFLICT,
+            # the object exists already: another revision may have the same plan, and thus the same ConfigMap.
+            is_answered = error.is_refusal or error.status == CONFLICT
+            if not is_answered:
                 raise
 
 
 def _report_error(error: BaseException) -> None:
     """Logs an error that is a defect of the operator."""
     if not isinstance(error, HeteroInferError):  # the next `await_admission` raises a HeteroInferError
-        logger.error("dry run failed: a defect of the operator. Report it, with this log", exc_info=error)
+        logger.error(
+            "dry run failed because of a defect of the operator. Report it, with this log", exc_info=error
+        )

@@ -106,11 +106,12 @@ class EventRecorder:
         """
         identity, now = _identity_of(resource, event), self._clock()
         is_queued = any(_identity_of(*queued) == identity for queued in self._waiting)
-        if is_queued or self._is_ending(resource.key.namespace, now):  # without a count of dropped events
-            return
+        if is_queued or self._is_ending(resource.key.namespace, now):
+            return  # expected, so `dropped` is not called
         is_repeated = identity in self._series or identity in self._being_written
         is_queue_full = len(self._waiting) >= MAX_WAITING_EVENTS
-        if is_queue_full or not (is_repeated or self._count_if_within_rate(resource.uid, now)):
+        may_queue = not is_queue_full and (is_repeated or self._count_new_event(resource.uid, now))
+        if not may_queue:
             logger.debug(
                 "%s: dropped event %s (limits: %d waiting events, %d new events of a resource per minute)",
                 resource.key,
@@ -132,13 +133,16 @@ class EventRecorder:
             await asyncio.wait(self._workers, timeout=timeout_s)
 
     async def close(self) -> None:
-        """Waits for unwritten events for FLUSH_S and drops the rest."""
+        """Waits for unwritten events for FLUSH_S, and drops the events that are not written by then."""
         await self.flush()
         for task in self._workers:
             task.cancel()
 
-    def _count_if_within_rate(self, uid: str, now: float) -> bool:
-        """Counts a new event of a resource, and returns True, unless the resource is at its limit."""
+    def _count_new_event(self, uid: str, now: float) -> bool:
+        """Counts a new event of a resource. Returns False if the resource is at its limit.
+
+        Such an event is not counted. Also forgets resources without events in the last minute.
+        """
         uids_without_recent = [other for other, times in self._recent.items() if now - times[-1] >= MINUTE_S]
         for other in uids_without_recent:
             del self._recent[other]
@@ -183,21 +187,25 @@ class EventRecorder:
             else:
                 series = await self._update_series(resource, replace(series, count=series.count + 1), now)
         except HeteroInferError as error:  # an ApiError, or a lost Lease
-            causes, status = (error.causes, error.status) if isinstance(error, ApiError) else ((), 0)
-            if NAMESPACE_ENDS in causes:  # expected, so without a log
+            is_namespace_ending = isinstance(error, ApiError) and NAMESPACE_ENDS in error.causes
+            if is_namespace_ending:  # expected, so without a log line
                 self._refused_at[resource.key.namespace] = now
                 return
             logger.warning("%s: the event %s was not recorded: %s", resource.key, event.reason, error.message)
             self._dropped()
-            if status == NOT_FOUND:  # the stored event is gone, so the next identical event is a new event
+            is_stored_event_gone = isinstance(error, ApiError) and error.status == NOT_FOUND
+            if is_stored_event_gone:  # the next identical event is a new event
                 series = None
         if series is not None:
-            self._series[identity] = series  # as the newest
+            self._series[identity] = series  # at the end of the order, as the newest
         while len(self._series) > MAX_REMEMBERED_EVENTS:
             self._series.popitem(last=False)
 
     def _is_ending(self, namespace: str, now: float) -> bool:
-        """Reports whether a namespace was being deleted less than NAMESPACE_ENDING_S ago."""
+        """Reports whether a namespace was being deleted less than NAMESPACE_ENDING_S ago.
+
+        Forgets namespaces that were being deleted earlier.
+        """
         self._refused_at = {
             name: refused_at
             for name, refused_at in self._refused_at.items()
@@ -260,7 +268,8 @@ def _identity_of(resource: ResourceView, event: RecordEvent) -> _EventIdentity:
 def _report_error(error: BaseException) -> None:
     """Logs the error that ended the writing task. The next event starts a new task."""
     logger.error(
-        "event writer: stopped until the next event, by a defect of the operator. Report it, with this log",
+        "event writer: stopped until the next event, because of a defect of the operator. Report it, with "
+        "this log",
         exc_info=error,
     )
 

@@ -55,7 +55,7 @@ async def detect_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
 
 
 async def find_unsupported_versions(server: ApiServer) -> tuple[str, ...]:
-    """Returns served API versions of gang schedulers that this operator does not support.
+    """Returns the API versions of gang schedulers that the cluster serves and this operator does not support.
 
     Raises:
         ApiError: the API server refused or did not answer.
@@ -70,8 +70,11 @@ async def find_unsupported_versions(server: ApiServer) -> tuple[str, ...]:
     unsupported: list[str] = []
     for group, supported in supported_versions.items():
         for version in await _served_versions(server, group):
+            if version in supported:
+                continue
             group_version = f"{group}/{version}"
-            if version not in supported and plurals[group] & await _served_resources(server, group_version):
+            # The group may also have resources of other programs. Only those of gang schedulers matter.
+            if plurals[group] & await _served_resources(server, group_version):
                 unsupported.append(group_version)
     return tuple(sorted(unsupported))
 
@@ -92,7 +95,7 @@ async def _served_versions(server: ApiServer, group: str) -> list[str]:
 async def _is_served(server: ApiServer, gang: Gang) -> bool | ApiError:
     """Returns whether the cluster serves one of the API versions of a gang scheduler.
 
-    If no version is known to be served and a request failed, returns the error of that request.
+    Returns the error of a failed request instead if no other request has shown a served version.
     """
     versions, plural = _APIS[gang]
     problem: ApiError | None = None
@@ -146,6 +149,7 @@ class GangSchedulers:
         self._unanswered = frozenset(Gang)
         """Gang schedulers for which the API server has never answered."""
         self._reported: frozenset[Gang] = frozenset()
+        """Gang schedulers whose last check failed, so that each new error is logged once."""
         self._cache_failure = asyncio.Event()
         self._tasks: dict[Gang, asyncio.Task[None]] = {}
 
@@ -154,7 +158,8 @@ class GangSchedulers:
         retry_s = RETRY_FIRST_S
         try:
             while True:
-                has_cache_failed, self._cache_failure = self._cache_failure.is_set(), asyncio.Event()
+                has_cache_failed = self._cache_failure.is_set()
+                self._cache_failure = asyncio.Event()
                 with contextlib.suppress(ApiError):  # only a message uses `unknown`, so it may be old
                     self.unknown = await find_unsupported_versions(self._server)
                 self._update(await detect_gangs(self._server))
@@ -171,7 +176,7 @@ class GangSchedulers:
                 task.cancel()
 
     def _update(self, answers: Mapping[Gang, bool | ApiError]) -> None:
-        """Starts the caches of new gang schedulers, and stops those of gang schedulers that are gone.
+        """Starts the caches of new gang schedulers, and stops the caches of gang schedulers that are gone.
 
         Logs each new error. An error changes no cache.
         """
@@ -207,7 +212,7 @@ class GangSchedulers:
         def forget_after_error(error: BaseException) -> None:
             """Logs the error, and forgets the gang scheduler until the next check."""
             logger.error(
-                "gang scheduler %s: cannot cache its objects: %r. Listing the objects again",
+                "gang scheduler %s: the operator cannot cache its objects: %r. Listing the objects again",
                 gang,
                 error,
                 exc_info=error,
@@ -253,8 +258,8 @@ class GangSchedulers:
 
     def _set_known_if_complete(self) -> None:
         """Sets `known` once each gang scheduler is either absent or found."""
-        are_served_ones_found = self._tasks.keys() <= self.found
-        if not self._unanswered and are_served_ones_found:
+        are_all_served_found = self._tasks.keys() <= self.found
+        if not self._unanswered and are_all_served_found:
             self.known.set()
 
 

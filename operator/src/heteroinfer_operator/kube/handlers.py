@@ -135,9 +135,8 @@ async def announce_changes(
 
     threading.Thread(target=run_kopf, name="kopf", daemon=True).start()
     try:
-        raise await asyncio.shield(
-            ended
-        )  # `shield`, because `finally` waits for `ended` after a cancellation
+        # `shield`, because `finally` waits for `ended` after a cancellation.
+        raise await asyncio.shield(ended)
     finally:
         stop.set()
         await asyncio.wait({ended}, timeout=STOP_S)

@@ -22,14 +22,14 @@ POLL_S: Final = 2.0
 
 async def wait_for_resource(server: ApiServer) -> None:
     """Waits until the API server serves HeteroInference; logs each new reason for the wait."""
-    reported = ""
+    logged_problem = ""
     while True:
         problem = await resource_problem(server)
         if not problem:
             return
-        if problem != reported:
+        if problem != logged_problem:
             logger.warning("waiting: %s", problem)
-            reported = problem
+            logged_problem = problem
         await asyncio.sleep(POLL_S)
 
 
@@ -41,7 +41,7 @@ async def resource_problem(server: ApiServer) -> str:
     except ApiError as error:
         if error.status != NOT_FOUND:
             return error.message
-        served = {}
+        served = {}  # the API server serves no resource of this group and version
     if any(resource["name"] == names.PLURAL for resource in served.get("resources", ())):
         return ""
     return (
@@ -107,23 +107,25 @@ async def find_missing_parts(settings: InstallationSettings) -> list[str]:
     server = ApiServer(await load_configuration())
     try:
         problem = await resource_problem(server)
-        missing: list[str] = []
-        for namespace in settings.watch_namespaces or (None,):
-            missing += await rights.find_missing_rights(server, rights.SERVED, namespace)
-        if not settings.watch_namespaces:
-            missing += await rights.find_missing_rights(server, rights.CLUSTER, None)
-        if settings.key_secret:
-            missing += await rights.find_missing_rights(
-                server,
-                rights.key_rules(settings.key_secret, settings.former_key_secret),
-                settings.namespace,
-            )
-        if settings.leader_election:
-            missing += await rights.find_missing_rights(
-                server, rights.lease_rules(settings.lease_name), settings.namespace
-            )
+        missing_rights = await _find_missing_rights(server, settings)
     finally:
         await server.close()
     fix = "Install the roles of HeteroInfer's chart"
-    missing_rights = [f"missing right: {right}. {fix}" for right in missing]
-    return [problem, *missing_rights] if problem else missing_rights
+    messages = [f"missing right: {right}. {fix}" for right in missing_rights]
+    return [problem, *messages] if problem else messages
+
+
+async def _find_missing_rights(server: ApiServer, settings: InstallationSettings) -> list[str]:
+    """Returns the rights that an operator with these settings needs and the user of `server` lacks."""
+    missing: list[str] = []
+    for namespace in settings.watch_namespaces or (None,):  # None: all namespaces
+        missing += await rights.find_missing_rights(server, rights.SERVED, namespace)
+    if not settings.watch_namespaces:
+        missing += await rights.find_missing_rights(server, rights.CLUSTER, None)
+    if settings.key_secret:
+        key_rules = rights.key_rules(settings.key_secret, settings.former_key_secret)
+        missing += await rights.find_missing_rights(server, key_rules, settings.namespace)
+    if settings.leader_election:
+        lease_rules = rights.lease_rules(settings.lease_name)
+        missing += await rights.find_missing_rights(server, lease_rules, settings.namespace)
+    return missing

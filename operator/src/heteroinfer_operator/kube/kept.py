@@ -65,7 +65,7 @@ class RepeatedWrites:
         self._last_writes = {
             key: (last_hash, written_at, count)
             for key, (last_hash, written_at, count) in self._last_writes.items()
-            if abs(now - written_at) < CONSECUTIVE_WITHIN  # abs, because the clock may be set back
+            if abs(now - written_at) < CONSECUTIVE_WITHIN  # `abs`: someone may have set the clock back
         }
         key = kind, name, manifest is None
         last_hash, _, count = self._last_writes.get(key, (None, now, 0))
@@ -91,7 +91,7 @@ class StatusAttempts:
         return any(not task.done() for _, task in self._attempts)
 
     def wait_s(self) -> float:
-        """Returns the seconds until the next attempt may start."""
+        """Returns the seconds until the next attempt may start. Forgets attempts that have ended."""
         self._attempts = [(sent_s, task) for sent_s, task in self._attempts if not task.done()]
         if not self._attempts:
             return 0.0
@@ -99,7 +99,7 @@ class StatusAttempts:
         return max(0.0, newest_sent_s + STATUS_RETRY_S - asyncio.get_running_loop().time())
 
     def add(self, task: asyncio.Task[object]) -> None:
-        """Adds a new attempt, and cancels all earlier ones except the first."""
+        """Adds a new attempt, and cancels all earlier attempts except the first."""
         for _, replaced_task in self._attempts[1:]:
             replaced_task.cancel()
         self._attempts = [*self._attempts[:1], (asyncio.get_running_loop().time(), task)]
@@ -161,17 +161,17 @@ class ResourceMemory:
         return retry_revisions_now(known, datetime.now(UTC)) if is_spec_changed else known
 
     def unsent_pods(self, existing: Iterable[str]) -> frozenset[NamespacedName]:
-        """Returns the pods of the last decision whose epochs have no pod yet, and no request for one.
+        """Returns the pods of the last decision whose epochs have no pod yet, and no request for a pod.
 
-        The next decision plans nodes for such epochs again. The status is written before the pods are
-        created. If the status waits for its budget, for example, no pod is created.
+        No pod is created before the status is written, and that write may have to wait, for example for its
+        budget. The next decision plans nodes for such epochs again.
 
         Args:
             existing: names of the resource's pods.
         """
         requested = {name for kind, name in self.pending_requests if kind == POD.name}
-        begun = {_epoch_name(pod) for pod in (*existing, *requested)}
-        return frozenset(pod for pod in self.reserved_pods if _epoch_name(pod.name) not in begun)
+        begun_epochs = {_epoch_name(pod) for pod in (*existing, *requested)}
+        return frozenset(pod for pod in self.reserved_pods if _epoch_name(pod.name) not in begun_epochs)
 
     def begin_decision(
         self, resource: ResourceView, refusals: tuple[Refusal, ...], actions: Sequence[Action]

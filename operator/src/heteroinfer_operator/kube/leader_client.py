@@ -52,7 +52,7 @@ class _Answer:
         at_s: time of the answer or of the failure.
         status: the leader's report, or None.
         silent: whether the request timed out.
-        unreached: whether the connection failed.
+        unreached: whether the connection failed. A leader that accepts connections may still be silent.
         ready: whether all pods of the group were Ready at the time of the request. When this changes, an
             earlier answer is no longer valid.
     """
@@ -66,10 +66,15 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Silence:
-    """Time of the first failed connection to a leader, and the number of failures since."""
+    """Time of the first failed connection to a leader, and the number of failed connections since."""
 
     since_s: float
     tries: int
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether enough connections failed. One lost packet proves nothing."""
+        return self.tries >= TRIES_UNTIL_SILENT
 
 
 class LeaderClient:
@@ -149,8 +154,7 @@ class LeaderClient:
             index, silence = _led_group(pod), self._silences.get(pod.view.uid)
             epoch = pod.view.labels.get(names.LABEL_EPOCH, "")
             if index is not None and silence is not None and epoch.isdigit():
-                is_silent = silence.tries >= TRIES_UNTIL_SILENT
-                silences[index, int(epoch)] = self._clock() - silence.since_s if is_silent else 0.0
+                silences[index, int(epoch)] = self._clock() - silence.since_s if silence.is_certain else 0.0
         return silences
 
     async def test_connections(self, changed: Callable[[ResourceKey], None]) -> None:
@@ -164,7 +168,7 @@ class LeaderClient:
         """
         while True:
             leaders = list(self._watched.values())
-            # Without a leader, one empty batch makes the loop sleep.
+            # `max`, so that the loop also sleeps if there is no leader.
             for first in range(0, max(len(leaders), 1), MAX_TESTED_AT_ONCE):
                 batch = leaders[first : first + MAX_TESTED_AT_ONCE]
                 await asyncio.gather(
@@ -188,9 +192,10 @@ class LeaderClient:
                     changed(pod.key)
                 return
             await asyncio.sleep(ends_s - loop.time())
-        # All tries failed. Report the silence once. It may have begun with a request that failed earlier.
+        # All tries failed. Report the silence once. A request may have failed earlier: then the silence began
+        # with that request.
         silence = self._silences.get(uid, _Silence(started_s, 0))
-        is_reported = silence.tries >= TRIES_UNTIL_SILENT
+        is_reported = silence.is_certain
         if uid in self._watched and not is_reported:
             self._silences[uid] = _Silence(silence.since_s, TRIES_UNTIL_SILENT)
             self._answers[uid] = _Answer(self._clock(), None, unreached=True)
@@ -239,7 +244,7 @@ class LeaderClient:
         return now - cached.at_s >= FREQUENT_INTERVAL_S
 
     def _forget_old(self) -> None:
-        """Removes old answers, challenges and notes about events, and the silences of removed leaders."""
+        """Removes old answers, readers and notes about invalid reports, and silences of removed leaders."""
         now_s = self._clock()
         self._answers = {
             uid: answer for uid, answer in self._answers.items() if answer.at_s > now_s - REPORT_VALID_S
@@ -255,7 +260,7 @@ class LeaderClient:
         }
 
     async def _get_report(self, pod: PodRecord, *, ready: bool, pods_unwatched: bool) -> GroupReport | None:
-        """Returns a leader's report: the cached report while it is valid, otherwise a new one.
+        """Returns a leader's report: the cached report while it is valid, otherwise a new report.
 
         Returns None if the leader sent no valid report. Of a group that is not Ready, only a timeout is
         cached, because the state of such a group may change at any time.
@@ -265,10 +270,11 @@ class LeaderClient:
             pods_unwatched: whether the watch of the pods fails.
         """
         cached = self._answers.get(pod.view.uid)
-        # An answer is valid only while the group stays Ready, or stays unready after a timeout.
-        if cached is not None and cached.ready is ready and (ready or cached.silent):
+        if cached is not None:
+            # An answer is valid only while the group stays Ready, or stays unready after a timeout.
+            is_valid = cached.ready is ready and (ready or cached.silent)
             is_outdated = pods_unwatched and self._clock() - cached.at_s >= FREQUENT_INTERVAL_S
-            if not is_outdated and not self._is_request_due(pod.view.uid, cached):
+            if is_valid and not is_outdated and not self._is_request_due(pod.view.uid, cached):
                 return cached.status
         requested_s = self._clock()
         answer = await self._request_report(pod, ready=ready)
@@ -280,12 +286,10 @@ class LeaderClient:
     async def observe_fetch(
         self, pods: Iterable[PodRecord], may_confirm: Callable[[PodRecord], Awaitable[bool]]
     ) -> FetchProgress | None:
-        """Returns the progress of the pod that fetches the model.
+        """Returns the progress of the pod that fetches the model; None if no such pod runs or answers.
 
-        The pod may ask whether it may remove old commits from its cache. If `may_confirm` allows this, this
-        method sends the confirmation.
-
-        Returns None without a running pod, and without an answer of the pod.
+        The pod may ask whether it may remove old commits of the model from its cache. This method sends the
+        confirmation if `may_confirm` returns True.
 
         Args:
             may_confirm: reports whether a pod's list of commits in use is complete now.
@@ -352,7 +356,7 @@ class LeaderClient:
         return key.of_epoch(int(epoch)) if key and is_pods_key else None
 
     def _record_invalid_report(self, pod: PodRecord, error: Exception) -> None:
-        """Stores a message about an invalid report, unless the leader had one in INVALID_REPORT_PAUSE_S."""
+        """Stores a message about an invalid report, at most once per leader in INVALID_REPORT_PAUSE_S."""
         if pod.view.uid not in self._reported_invalid:
             self._reported_invalid[pod.view.uid] = self._clock()
             text = f"pod {pod.view.name}: the operator ignores this pod's report, which is invalid: {error}"

@@ -82,11 +82,12 @@ class LeaderLease:
             try:
                 stored = await self._read()
                 version = stored["metadata"]["resourceVersion"] if stored else ""
-                if version != last_version:
+                if version != last_version:  # the holder has renewed the Lease
                     last_version, unchanged_since = version, self._clock()
                 is_free = self._is_free(stored, self._clock() - unchanged_since)
                 if is_free and await self._write_holder(stored):
                     return
+                # Without a stored Lease there is no holder to log.
                 holder = stored["spec"].get("holderIdentity", "") if stored else logged_holder
                 if holder != logged_holder:
                     logged_holder = holder
@@ -105,7 +106,7 @@ class LeaderLease:
         while True:
             await asyncio.sleep(pause_s)
             left_s = self._seconds_left()
-            if left_s <= 0:  # this process was paused, and may not even send a renewal
+            if left_s <= 0:  # this process was paused for too long to send even a renewal
                 raise self._build_late_error(problem)
             pause_s = min(self._terms.renew_s, RETRY_S)  # if this renewal fails
             try:
@@ -227,26 +228,8 @@ class LeaderLease:
         Returns:
             Whether the API server accepted the write.
         """
-        last_spec = dict(stored["spec"]) if stored else {}
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        spec = {
-            **last_spec,
-            "holderIdentity": self._terms.identity,
-            "leaseDurationSeconds": self._terms.duration_s,
-            "renewTime": now,
-        }
-        if last_spec.get("holderIdentity") != self._terms.identity:
-            spec["acquireTime"] = now
-            spec["leaseTransitions"] = int(last_spec.get("leaseTransitions", 0)) + 1
+        body = self._build_held_lease(stored)
         sent_at = self._clock()
-        metadata = {"namespace": self._terms.namespace, "name": self._terms.name}
-        body = {
-            "apiVersion": LEASE.api_version,
-            "kind": LEASE.name,
-            "metadata": metadata,
-            **(stored or {}),
-            "spec": spec,
-        }
         try:
             if stored is None:
                 self._held_lease = await self._server.create(LEASE.path(self._terms.namespace), body)
@@ -258,3 +241,24 @@ class LeaderLease:
             return False
         self._renewed_at = sent_at
         return True
+
+    def _build_held_lease(self, stored: dict[str, Any] | None) -> dict[str, Any]:
+        """Builds the Lease with this process as holder, renewed now. A new holder counts as a transition."""
+        last_spec = dict(stored["spec"]) if stored else {}
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {
+            **last_spec,
+            "holderIdentity": self._terms.identity,
+            "leaseDurationSeconds": self._terms.duration_s,
+            "renewTime": now,
+        }
+        if last_spec.get("holderIdentity") != self._terms.identity:
+            spec["acquireTime"] = now
+            spec["leaseTransitions"] = int(last_spec.get("leaseTransitions", 0)) + 1
+        return {
+            "apiVersion": LEASE.api_version,
+            "kind": LEASE.name,
+            "metadata": {"namespace": self._terms.namespace, "name": self._terms.name},
+            **(stored or {}),
+            "spec": spec,
+        }

@@ -22,12 +22,13 @@ class NeverPlaced:
     """The uid of the pod's owner, by resource and pod name."""
 
     def record_deleted(self, pod: PodRecord) -> None:
-        """Records a deleted pod if it never had a node. Then a new pod of the same epoch may have its name.
+        """Records a deleted pod if it never had a node, because a new pod of the epoch can replace it.
 
         Does not record a pod of a Kueue gang: Kueue keeps the name of the deleted pod, so no pod of the same
         epoch can replace this pod.
         """
-        if not pod.view.node and not pod.view.started and read_gang([pod.view]) is not Gang.KUEUE:
+        is_replaceable = read_gang([pod.view]) is not Gang.KUEUE
+        if not pod.view.node and not pod.view.started and is_replaceable:
             self._pods.setdefault(pod.key, {})[pod.view.name] = pod.owner_uid
 
     def forget_existing(self, key: ResourceKey, name: str) -> None:

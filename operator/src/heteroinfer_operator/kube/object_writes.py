@@ -23,8 +23,12 @@ logger = logging.getLogger(__name__)
 
 ALREADY_EXISTS: Final = "AlreadyExists"
 _LABEL_DRIFT: Final[Manifest] = {"metadata": {"labels": None}}
-"""Assumed drift of a child that no watch shows: the child has lost the operator's label."""
+"""Assumed drift of a child that no watch shows: the child has lost the operator's label.
+
+*Drift* is a merge patch: the fields in which a stored object differs from its manifest.
+"""
 _CHANGED_POD_GRACE_S: Final = 2
+"""Grace period for the deletion of a pod that a webhook changed."""
 _DELETE_RETRY_PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses between attempts to delete a pod that a webhook changed."""
 
@@ -61,9 +65,10 @@ class ObjectWrites:
         except ApiError as error:
             if error.status != CONFLICT:
                 raise
-            if error.api_reason == ALREADY_EXISTS and action.may_exist:
-                return
             if error.api_reason == ALREADY_EXISTS:
+                if action.may_exist:
+                    return
+                # Adds the object to the cache for the next decision, or raises ChildError.
                 await self._read_uncached(resource, kind, name, action.manifest)
             raise ConflictError(error.message) from error
         if kind is SECRET:  # the operator may not list Secrets, so no cache has them
@@ -100,7 +105,9 @@ class ObjectWrites:
                 except ChildError:  # another owner has the name, so this request has created nothing
                     memory.never_created.forget(name.name)
                     raise
-                if existing_uid and was_requested:  # an earlier request created the pod; its answer was lost
+                # An earlier request of this process has created the pod, and the answer was lost.
+                is_own_pod = bool(existing_uid) and was_requested
+                if is_own_pod:
                     memory.never_created.forget(name.name)
                     return
             raise ConflictError(error.message) from error
@@ -148,20 +155,7 @@ class ObjectWrites:
         else:
             uid = str(child.stored["metadata"]["uid"])
         drift_before = find_drift(child.stored, manifest) if child is not None else _LABEL_DRIFT
-        body: dict[str, Any] = {**manifest}
-        if uid:  # with the uid, the API server refuses the write if another object has taken the name
-            body["metadata"] = {**manifest["metadata"], "uid": uid}
-        path = kind.path(name.namespace, name.name)
-        try:
-            stored = await self._server.apply(path, body, manager=names.MANAGER)
-        except ApiError as error:
-            if error.status != CONFLICT:
-                raise
-            raise ConflictError(error.message) from error
-        # Server-side apply keeps the entries that others added to a list or a map. A merge patch removes such
-        # entries.
-        if remaining_drift := find_drift(stored, manifest):
-            stored = await self._server.merge(path, remaining_drift)
+        stored = await self._apply_and_merge(kind, name, manifest, uid)
         self._cluster_state.store_written(kind, stored)
         if final_drift := find_drift(stored, manifest):
             raise child_errors.changed_by_others(f"{kind.name} {name}", final_drift)
@@ -170,10 +164,39 @@ class ObjectWrites:
         )
         if not is_undone_each_time:
             return
-        # This write succeeded, like the writes before it, and others have undone each of those.
-        if not uid:  # the object did not exist before this write
+        # Each write succeeded, and another client has undone each write before this one.
+        did_exist = uid != ""
+        if not did_exist:
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
         raise child_errors.changed_by_others(f"{kind.name} {name}", drift_before)
+
+    async def _apply_and_merge(
+        self, kind: Kind, name: NamespacedName, manifest: Manifest, uid: str
+    ) -> Manifest:
+        """Applies a manifest by server-side apply, and removes the entries that others added.
+
+        Server-side apply keeps such entries of lists and maps, so a merge patch removes them.
+
+        Args:
+            uid: uid of the stored object, or "" if it does not exist. With the uid, the API server refuses
+                the write if another object has taken the name.
+
+        Returns:
+            The stored object.
+        """
+        body: dict[str, Any] = {**manifest}
+        if uid:
+            body["metadata"] = {**manifest["metadata"], "uid": uid}
+        path = kind.path(name.namespace, name.name)
+        try:
+            stored = await self._server.apply(path, body, manager=names.MANAGER)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+            raise ConflictError(error.message) from error
+        if remaining_drift := find_drift(stored, manifest):
+            stored = await self._server.merge(path, remaining_drift)
+        return stored
 
     async def _read_uncached(
         self, resource: ResourceView, kind: Kind, name: NamespacedName, manifest: Manifest
@@ -197,18 +220,19 @@ class ObjectWrites:
             if error.status != NOT_FOUND:
                 raise
             return ""
-        if trim.owner_uid(stored) == resource.uid:
-            if trim.label_key(stored) != resource.key:
-                if kind is POD:
-                    self._unlabelled.add(resource.key, name.name)
-                    return str(stored["metadata"]["uid"])
-                labels = {"metadata": {"labels": manifest["metadata"]["labels"]}}
-                stored = await self._server.merge(kind.path(name.namespace, name.name), labels)
-            self._cluster_state.store_written(kind, stored)
+        if trim.owner_uid(stored) != resource.uid:
+            if "deletionTimestamp" in stored["metadata"] or _has_earlier_owner(stored, resource.key.name):
+                raise child_errors.name_held(f"{kind.name} {name}", stored)
+            raise child_errors.name_taken(f"{kind.name} {name}")
+        has_lost_label = trim.label_key(stored) != resource.key
+        if has_lost_label and kind is POD:
+            self._unlabelled.add(resource.key, name.name)
             return str(stored["metadata"]["uid"])
-        if "deletionTimestamp" in stored["metadata"] or _has_earlier_owner(stored, resource.key.name):
-            raise child_errors.name_held(f"{kind.name} {name}", stored)
-        raise child_errors.name_taken(f"{kind.name} {name}")
+        if has_lost_label:
+            labels = {"metadata": {"labels": manifest["metadata"]["labels"]}}
+            stored = await self._server.merge(kind.path(name.namespace, name.name), labels)
+        self._cluster_state.store_written(kind, stored)
+        return str(stored["metadata"]["uid"])
 
     async def delete(self, resource: ResourceView, memory: ResourceMemory, action: DeleteObject) -> None:
         """Deletes the object that has the uid of the action; does nothing without a uid.
@@ -274,10 +298,10 @@ def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
 
 
 def _has_earlier_owner(stored: Manifest, resource: str) -> bool:
-    """Reports whether the object belongs to a resource of this name, whatever its uid.
+    """Reports whether the object belongs to an earlier resource of this name.
 
-    `_read_uncached` calls this function only if the owner's uid is not the uid of the present resource. So
-    the owner is an earlier resource of this name, and garbage collection will delete the object.
+    Kubernetes' garbage collection will delete such an object. Call this function only for an object whose
+    owner has another uid than the present resource.
     """
     owners = stored["metadata"].get("ownerReferences") or ()
     return any(

@@ -25,13 +25,13 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str, form
     """Returns the operator's key; creates the Secret if it does not exist.
 
     The chart has no template for this Secret, because a tool that replaces objects by their templates would
-    empty it.
+    remove the key.
 
     Args:
         former: name of the Secret that charts before 0.2.0 created, or "". The key of that Secret takes
             precedence. As long as that Secret exists, this function writes the same key to both Secrets, so
             that an older chart finds the key after a rollback. If an operator, not a chart, created the
-            Secret of this name, it belongs to another release, so this function ignores it.
+            Secret of this name, it belongs to another Helm release, so this function ignores it.
 
     Raises:
         HeteroInferError: a Secret contains an invalid key.
@@ -55,7 +55,7 @@ async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str)
     own_secret = await _read_secret(server, namespace, name)
     older_secret = await _read_secret(server, namespace, former) if former else None
     if older_secret is not None and _is_made_by_operator(older_secret):
-        older_secret = None  # this Secret belongs to a release of another name
+        older_secret = None  # this Secret belongs to another Helm release, so ignore it
     own_key = _read_key(own_secret, f"{namespace}/{name}")
     older_key = _read_key(older_secret, f"{namespace}/{former}")
     key = older_key or own_key or os.urandom(KEY_BYTES)
@@ -84,7 +84,7 @@ async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str)
 def _build_secret(namespace: str, name: str) -> dict[str, Any]:
     """Builds the Secret without its key.
 
-    It has no label of the Helm release, because tools delete objects by such labels.
+    The Secret has no label of the Helm release, because tools delete objects with such labels.
     """
     metadata = {
         "namespace": namespace,

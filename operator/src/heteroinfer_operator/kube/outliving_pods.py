@@ -56,9 +56,10 @@ class LeftPods:
             timer.cancel()
         if not any(pod.deleting for pod in pods):
             return
-        for delete in decide_left_pods(pods, self._cluster_state.nodes(), datetime.now(UTC)):
-            if delete.uid not in self._deletions:
-                self._start_deletion(key, delete)
+        for deletion in decide_left_pods(pods, self._cluster_state.nodes(), datetime.now(UTC)):
+            is_running = deletion.uid in self._deletions
+            if not is_running:
+                self._start_deletion(key, deletion)
         self._timers[key] = asyncio.get_running_loop().call_later(CHECK_AGAIN_S, self._wake, key)
 
     def _start_deletion(self, key: ResourceKey, delete: DeleteObject) -> None:
@@ -87,6 +88,6 @@ class LeftPods:
 def _report_error(error: BaseException) -> None:
     """Logs an error that is a defect of the operator. The next check tries the deletion again."""
     logger.error(
-        "cannot delete a pod of a lost node: a defect of the operator. Report it, with this log",
+        "cannot delete a pod of a lost node, because of a defect of the operator. Report it, with this log",
         exc_info=error,
     )

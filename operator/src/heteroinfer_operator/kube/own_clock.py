@@ -1,8 +1,8 @@
 """Measures how long a state has lasted, by this process's own clock.
 
 Timestamps in a cluster come from several clocks: the controller manager's (a node's conditions), the API
-server's (a pod's deletion) and ours. The difference of two timestamps is a duration only if both come from
-the same clock.
+server's (a pod's deletion) and this process's. The difference of two timestamps is a duration only if both
+come from the same clock.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ def utc_now() -> datetime:
 class AwakeClock:
     """Counts only the seconds in which this process ran.
 
-    A stopped process or a suspended machine misses changes. A node that was unreachable before the pause may
-    be back, so the pause must not count as silence of the node.
+    While a process is stopped or its machine is suspended, the process sees no changes. A node that was
+    unreachable before this pause may be back, so the pause must not count as silence of the node.
 
     Args:
         monotonic_s: monotonic clock, in seconds.
@@ -91,15 +91,15 @@ class OwnClock:
         if stamp is None:
             self.forget(key)
         elif key not in self._seen or self._seen[key].stamp != stamp:
-            moment = _add_seconds(self._clock(), later_s)
-            self._seen[key] = _Seen(stamp, moment, self._monotonic_s() + later_s)
+            at = _add_seconds(self._clock(), later_s)
+            self._seen[key] = _Seen(stamp, at, self._monotonic_s() + later_s)
 
     def forget(self, key: str) -> None:
         """Forgets the timestamp of an object."""
         self._seen.pop(key, None)
 
-    def moment(self, key: str) -> datetime | None:
-        """Returns when this process first saw the object's present timestamp, plus `later_s` of `record`.
+    def time_of(self, key: str) -> datetime | None:
+        """Returns when this process first saw an object's present timestamp, plus `later_s` of `record`.
 
         The time is by this process's wall clock. Returns None for an object without a timestamp.
         """
@@ -108,29 +108,29 @@ class OwnClock:
             return None
         # After a change of the wall clock, compute the time again from the monotonic clock. Otherwise return
         # the stored time, because the computed time differs by microseconds in each call.
-        moment_now = _add_seconds(self._clock(), seen.at_s - self._monotonic_s())
-        was_clock_set = abs(moment_now - seen.moment) > _MAX_DRIFT
+        computed_at = _add_seconds(self._clock(), seen.at_s - self._monotonic_s())
+        was_clock_set = abs(computed_at - seen.at) > _MAX_DRIFT
         if was_clock_set:
-            self._seen[key] = seen = _Seen(seen.stamp, moment_now, seen.at_s)
-        return seen.moment
+            self._seen[key] = seen = _Seen(seen.stamp, computed_at, seen.at_s)
+        return seen.at
 
 
-def _add_seconds(moment: datetime, seconds: float) -> datetime:
-    """Adds seconds to a moment, within the range of datetime."""
+def _add_seconds(time_point: datetime, seconds: float) -> datetime:
+    """Adds seconds to a time. Returns the first or last time of datetime if the result is out of range."""
     try:
-        return moment + timedelta(seconds=seconds)
+        return time_point + timedelta(seconds=seconds)
     except OverflowError:
         return _LAST if seconds > 0 else _FIRST
 
 
 class _Seen(NamedTuple):
-    """A timestamp of another clock, and the time that `OwnClock.moment` returns for it.
+    """A timestamp of another clock, and the time that `OwnClock.time_of` returns for it.
 
     Attributes:
-        moment: the time by the wall clock.
+        at: the time by the wall clock.
         at_s: the same time by the monotonic clock, in seconds.
     """
 
     stamp: Hashable
-    moment: datetime
+    at: datetime
     at_s: float

@@ -3,7 +3,7 @@
 For a pod without a node, the scheduler reports only that a claim is unbound, or reports nothing while the
 claim waits for the pod. The provisioner reports the reason in an event of the claim. If a volume cannot be
 mounted, for example because a ConfigMap is missing, the pod's status contains only ContainerCreating. The
-kubelet reports the reason in an event of the pod. If no scheduler looks at a pod, nobody reports a reason.
+kubelet reports the reason in an event of the pod. If no scheduler looks at a pod, no event reports a reason.
 """
 
 import asyncio
@@ -86,8 +86,8 @@ class _EventRequest:
     Attributes:
         at_s: time of the request.
         reason: why the claim is not bound or the pod's volumes are not mounted, or "". Until this request is
-            answered, the reason is that of the answer before.
-        again_s: seconds from this request to the next one.
+            answered, the reason from the previous answer.
+        again_s: seconds from this request to the next request.
         has_node: whether a scheduler has chosen a node for the pod of an unbound claim.
     """
 
@@ -128,6 +128,10 @@ class _WaitingPods:
     requests: dict[_PodOrClaim, _EventRequest] = field(default_factory=dict)
     next_s: float | None = None
 
+    def provisioning(self) -> frozenset[str]:
+        """Returns the unbound claims for whose pods a scheduler has chosen a node."""
+        return frozenset(name for (_, name), request in self.requests.items() if request.has_node)
+
     def count_seconds(self, pods: Iterable[PodRecord], now_s: float) -> dict[str, float]:
         """Returns the seconds for which each of the pods has waited, by the pod's uid; forgets other pods."""
         keys = dict.fromkeys((pod.view.uid, pod.view.node) for pod in pods)
@@ -143,30 +147,25 @@ class _WaitingPods:
     ) -> tuple[frozenset[str], float | None]:
         """Returns the uids of pods that no scheduler looks at, and the seconds until the next such pod.
 
-        A gang scheduler that has found a node for one pod reports nothing about this pod while it reports
-        why another pod of the group has none. A scheduler that has chosen a node for a pod's claim waits for
-        the provisioner. So the time counts from the end of such a report or such a wait.
+        No scheduler looks at a pod if the scheduler was silent about the pod's group for NOT_LOOKED_S.
 
         Args:
+            waiting_s: seconds for which each pod has waited, by the pod's uid.
             provisioning: claims for whose pods a scheduler has chosen a node, and that are not bound yet.
         """
-        heard = {
-            _group_of(pod)
-            for pod in pods
-            if not pod.view.node
-            and not pod.view.ended
-            and (pod.is_reported or not set(pod.claims).isdisjoint(provisioning))
-        }
+        heard_groups = _find_heard_groups(pods, provisioning)
         groups = {_group_of(pod) for pod in pods}
-        self.heard_s = {group: s for group, s in self.heard_s.items() if group in groups}
-        self.heard_s |= dict.fromkeys(heard, now_s)
+        self.heard_s = {group: heard_s for group, heard_s in self.heard_s.items() if group in groups}
+        self.heard_s |= dict.fromkeys(heard_groups, now_s)
         unlooked: set[str] = set()
         left_s: list[float] = []
         for pod in filter(_is_silent, pods):
-            silent_s = min(waiting_s[pod.view.uid], now_s - self.heard_s.get(_group_of(pod), -float("inf")))
+            group = _group_of(pod)
+            # If the scheduler has never reported the group, the silence is as long as the pod's wait.
+            silent_s = min(waiting_s[pod.view.uid], now_s - self.heard_s.get(group, -float("inf")))
             if silent_s >= NOT_LOOKED_S or pod.view.uid in self.reported:
                 unlooked.add(pod.view.uid)
-            elif _group_of(pod) not in heard:  # a watch, or the request about the claim, shows the end
+            elif group not in heard_groups:  # for a heard group, another check follows at the end of its wait
                 left_s.append(NOT_LOOKED_S - silent_s)
         return frozenset(unlooked), min(left_s, default=None)
 
@@ -206,11 +205,7 @@ class PendingPods:
         if not without_node and not without_container:
             self.forget(resource.key)
             return tuple(pod.view for pod in pods)
-        waiting = self._waiting.get(resource.key)
-        if waiting is None or waiting.uid != resource.uid:
-            self.forget(resource.key)
-            reported = _find_reported_pods(resource, without_node)
-            waiting = self._waiting[resource.key] = _WaitingPods(resource.uid, reported=reported)
+        waiting = self._waiting_pods_of(resource, without_node)
         waiting_s = waiting.count_seconds((*without_node, *without_container), now_s)
         for_claims = [pod for pod in without_node if _may_wait_for_claim(pod, waiting_s[pod.view.uid])]
         for_volumes = _first_of_each_role(
@@ -219,33 +214,27 @@ class PendingPods:
         claims = {(CLAIM.name, name) for pod in for_claims for name in pod.claims}
         pods_for_volumes = {(POD.name, pod.name) for pod in for_volumes}
         self._request_reasons(resource, waiting, claims | pods_for_volumes, now_s)
+        unlooked, next_unlooked_s = waiting.find_unlooked(pods, waiting_s, waiting.provisioning(), now_s)
+
+        checks_s = [request.next_s(now_s) for request in waiting.requests.values()]
         has_unexplained = without_container or any(not pod.view.unschedulable for pod in without_node)
-        next_s = [request.next_s(now_s) for request in waiting.requests.values()]
         if has_unexplained:  # check again once these pods have waited for SILENT_S
-            next_s += [SILENT_S - pod_s for pod_s in waiting_s.values() if pod_s < SILENT_S]
-        provisioning = {name for (_, name), request in waiting.requests.items() if request.has_node}
-        unlooked, next_unlooked_s = waiting.find_unlooked(pods, waiting_s, provisioning, now_s)
+            checks_s += [SILENT_S - pod_s for pod_s in waiting_s.values() if pod_s < SILENT_S]
         if next_unlooked_s is not None:
-            next_s.append(next_unlooked_s)
-        waiting.next_s = min(next_s, default=None)
-        reasons = {
-            kind_and_name: request.reason
-            for kind_and_name, request in waiting.requests.items()
-            if request.reason
-        }
-        uids_for_claims = {pod.view.uid for pod in for_claims}
-        views = [
-            _with_claim_reason(pod, reasons)
-            if pod.view.uid in uids_for_claims
-            else _with_mount_reason(pod.view, reasons)
-            for pod in pods
-        ]
-        return tuple(
-            _with_silence(resource, pod, view)
-            if pod.view.uid in unlooked and provisioning.isdisjoint(pod.claims)
-            else view
-            for pod, view in zip(pods, views, strict=True)
-        )
+            checks_s.append(next_unlooked_s)
+        waiting.next_s = min(checks_s, default=None)
+
+        uids_for_claims = frozenset(pod.view.uid for pod in for_claims)
+        return tuple(_with_reasons(resource, pod, waiting, uids_for_claims, unlooked) for pod in pods)
+
+    def _waiting_pods_of(self, resource: ResourceView, without_node: Sequence[PodRecord]) -> _WaitingPods:
+        """Returns what is known about a resource's waiting pods; a new object for a new resource."""
+        waiting = self._waiting.get(resource.key)
+        if waiting is None or waiting.uid != resource.uid:
+            self.forget(resource.key)
+            reported = _find_reported_pods(resource, without_node)
+            waiting = self._waiting[resource.key] = _WaitingPods(resource.uid, reported=reported)
+        return waiting
 
     def next_check_s(self, key: ResourceKey) -> float | None:
         """Returns the seconds until the resource needs another check without an event, or None."""
@@ -253,24 +242,21 @@ class PendingPods:
         return waiting.next_s if waiting is not None else None
 
     def forget(self, key: ResourceKey) -> None:
-        """Drops the state of a resource that is gone or has no waiting pods."""
+        """Drops the state of a resource that is gone or has no waiting pods, and cancels its requests."""
         if (waiting := self._waiting.pop(key, None)) is not None:
             for request in waiting.requests.values():
                 request.task.cancel()
 
     def _request_reasons(
-        self, resource: ResourceView, waiting: _WaitingPods, subjects: set[_PodOrClaim], now_s: float
+        self, resource: ResourceView, waiting: _WaitingPods, wanted: set[_PodOrClaim], now_s: float
     ) -> None:
-        """Requests the reasons why `subjects` wait, unless a request is running or was answered recently.
+        """Requests the reason why each wanted claim or pod waits; cancels requests about all others.
 
-        Cancels the requests about all other claims and pods.
-
-        Args:
-            subjects: claims and pods.
+        Sends no new request while the last request is running or was answered recently.
         """
-        for kind_and_name in waiting.requests.keys() - subjects:
+        for kind_and_name in waiting.requests.keys() - wanted:
             waiting.requests.pop(kind_and_name).task.cancel()
-        for kind_and_name in sorted(subjects):
+        for kind_and_name in sorted(wanted):
             last = waiting.requests.get(kind_and_name)
             is_due = last is None or (last.task.done() and last.next_s(now_s) <= 0)
             if not is_due:
@@ -300,10 +286,10 @@ class PendingPods:
             self._wake(key)
 
     async def _find_claim_reason(self, resource: ResourceView, name: str) -> tuple[str, bool]:
-        """Returns why a claim is not bound, and whether it is unbound with a node that a scheduler chose.
+        """Returns why a claim is not bound, and whether a scheduler has chosen a node for it.
 
         The reason is "" if the claim is bound, if it only waits for a scheduler, or if the operator will
-        create it.
+        create it. The second value is False for a bound claim.
         """
         namespace = resource.key.namespace
         try:
@@ -316,7 +302,7 @@ class PendingPods:
             as_object(claim.get("metadata"), "metadata").get("annotations"), "annotations"
         )
         if as_text(as_object(claim.get("status"), "status").get("phase"), "phase") == _BOUND:
-            return "", False  # the annotation stays
+            return "", False  # a bound claim keeps the annotation, so do not read it
         has_node = _SELECTED_NODE in annotations
         try:
             events = await self._list_events(namespace, (CLAIM.name, name))
@@ -336,6 +322,30 @@ class PendingPods:
         return as_objects((await self._server.get(EVENT.path(namespace), query)).get("items"), "items")
 
 
+def _with_reasons(
+    resource: ResourceView,
+    pod: PodRecord,
+    waiting: _WaitingPods,
+    uids_for_claims: Collection[str],
+    unlooked: Collection[str],
+) -> PodView:
+    """Returns a pod with the known reasons why it waits.
+
+    Args:
+        uids_for_claims: uids of pods that may wait for a claim. All other pods may wait for a volume.
+        unlooked: uids of pods that no scheduler looks at. A pod whose claim is being provisioned waits for
+            the provisioner instead.
+    """
+    reasons = {target: request.reason for target, request in waiting.requests.items() if request.reason}
+    if pod.view.uid in uids_for_claims:
+        view = _with_claim_reason(pod, reasons)
+    else:
+        view = _with_mount_reason(pod.view, reasons)
+    waits_for_provisioner = not waiting.provisioning().isdisjoint(pod.claims)
+    is_unlooked = pod.view.uid in unlooked and not waits_for_provisioner
+    return _with_silence(resource, pod, view) if is_unlooked else view
+
+
 def _has_run(pod: PodView) -> bool:
     """Reports whether the pod has run, so that it waits for no claim and no scheduler."""
     return pod.started or pod.ended
@@ -348,7 +358,11 @@ def _is_being_prepared(pod: PodView) -> bool:
 
 
 def _first_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
-    """Returns the first pod of each role, because pods of a role have the same volumes."""
+    """Returns the first pod of each role, because pods of a role have the same volumes.
+
+    A pod without a role, such as the fetch pod, counts as its own role.
+    """
+    # In reverse, so that the first pod of a role replaces the later pods.
     return list({pod.labels.get(names.LABEL_ROLE, pod.name): pod for pod in reversed(pods)}.values())
 
 
@@ -385,10 +399,10 @@ def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> s
 
 
 def _order_of_mounts(event: Mapping[str, Any]) -> tuple[str, bool, str]:
-    """Returns the sort key of an event: its second, then whether it is about a failed mount, then its time.
+    """Returns the sort key of an event: its second, whether it is about a failed mount, its full time.
 
     The kubelet's events have no fraction of a second. If an event of the kubelet and an event of the
-    scheduler have the same second, the kubelet's is later, because only a pod with a node mounts volumes.
+    scheduler have the same second, the kubelet's event is later: only a pod with a node mounts volumes.
     """
     time_text = _event_time(event)
     second = time_text[: len("2026-01-01T00:00:00")]
@@ -438,10 +452,9 @@ def _quote_event(event: Mapping[str, Any]) -> str:
 
 
 def _event_time(event: Mapping[str, Any]) -> str:
-    """Returns the last time of an event, as text.
+    """Returns the last time of an event, as text, from whichever field has it.
 
-    Kubernetes stores this time in one of several fields. The texts sort like the times, except within one
-    second, because only some texts have fractions of a second.
+    The texts sort like the times, except within one second: only some texts have fractions of a second.
     """
     series = as_object(event.get("series"), "series")
     times = (
@@ -519,6 +532,21 @@ def _group_of(pod: PodRecord) -> _Group:
     return labels.get(names.LABEL_GROUP, ""), labels.get(names.LABEL_EPOCH, ""), pod.scheduler
 
 
+def _find_heard_groups(pods: Iterable[PodRecord], provisioning: Collection[str]) -> frozenset[_Group]:
+    """Returns the groups whose scheduler is not silent: it has reported a pod, or waits for a provisioner.
+
+    A gang scheduler reports why it has no node for one pod, and nothing about the other pods of the group. A
+    scheduler that has chosen a node for a pod's claim reports nothing while the provisioner works.
+    """
+    return frozenset(
+        _group_of(pod)
+        for pod in pods
+        if not pod.view.node
+        and not pod.view.ended
+        and (pod.is_reported or not set(pod.claims).isdisjoint(provisioning))
+    )
+
+
 def _find_reported_pods(resource: ResourceView, pods: Sequence[PodRecord]) -> frozenset[str]:
     """Returns the uids of pods about which the stored status reports that no scheduler looks at them."""
     status = parse_status(resource.status)
@@ -546,7 +574,7 @@ def _silence_fix(resource: ResourceView, pod: PodRecord) -> str:
         return (
             f"A possible cause is that {claims} does not exist in namespace {resource.key.namespace}, "
             "because kube-scheduler reports nothing about such pods: create it, or correct resourceClaims of "
-            "the role's template. If it exists, start that scheduler"
+            "the role's template. Otherwise, start that scheduler"
         )
     scheduling = as_object(resource.spec.get("scheduling"), "scheduling")
     gang = pod.view.labels.get(names.LABEL_GANG, "")
@@ -568,6 +596,6 @@ def _report_error(error: BaseException) -> None:
     """Logs an error that is a defect of the operator. After any other error, the next check tries again."""
     if not isinstance(error, HeteroInferError):
         logger.error(
-            "cannot read a claim or events: a defect of the operator. Report it, with this log",
+            "cannot read a claim or events, because of a defect of the operator. Report it, with this log",
             exc_info=error,
         )

@@ -122,7 +122,7 @@ class ResourceCache:
         is_outdated = 0 < cache.version_of(name) <= outdated_version
         if is_outdated or not cache.has_seen(name, announced_version):
             await self._read_anew(cache, key)
-        # Keep a version that was recorded during the read, because the read may have returned an older one.
+        # Keep a version that was recorded during the read: the read may have returned an older version.
         if self._announced.get(key, 0) == announced_version:
             self._announced.pop(key, None)
         if self._outdated.get(key, 0) == outdated_version:

@@ -85,7 +85,7 @@ _WEBHOOK_DENIES: Final = "denied the request"
 If a webhook fails, the message has `failed calling` instead.
 """
 _UNAVAILABLE_STATUSES: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
-"""Statuses from 400 that are not refusals: a conflict, and those of an API server that cannot answer now."""
+"""Statuses from 400 that are not refusals: a conflict, or the API server cannot answer now."""
 
 _MAX_QUOTED: Final = 200
 """Characters of an invalid answer that an error quotes."""
@@ -170,7 +170,9 @@ class ApiError(HeteroInferError):
 
 
 def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
-    """Returns the files that `kubeconfig` names and that exist. For others, the client only logs a warning.
+    """Returns the files that `kubeconfig` names and that exist.
+
+    The client itself does not report that no file exists: it only logs a warning for each missing file.
 
     Args:
         kubeconfig: paths with separators as in KUBECONFIG. Default: KUBECONFIG, or else ~/.kube/config.
@@ -187,7 +189,7 @@ async def load_configuration(
 ) -> client.Configuration:
     """Loads the access to the API server: in a pod the service account, otherwise the kubeconfig.
 
-    In a pod, too, a kubeconfig or a context in the arguments takes precedence.
+    If an argument is set, loads the kubeconfig in a pod, too.
 
     Raises:
         HeteroInferError: there is neither a service account nor a kubeconfig, or the kubeconfig cannot be
@@ -196,12 +198,12 @@ async def load_configuration(
     # 0: no limit of connections. Otherwise the watches could use up all connections, and requests would wait
     # forever.
     configuration = client.Configuration(connection_pool_maxsize=0)
-    # A pod reaches the API server directly by its address. aiohttp ignores address ranges in NO_PROXY
-    # (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would use a proxy.
+    # A pod reaches the API server directly, by an address. NO_PROXY often has the range of this address, but
+    # aiohttp ignores ranges (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would use a proxy.
     uses_proxy = False
     if kubeconfig or context or not _load_service_account(configuration):
         uses_proxy = bool(getproxies().keys() - {"no"})
-        load_kubeconfig: Any = config.load_kube_config
+        load_kubeconfig: Any = config.load_kube_config  # the client is only partly typed
         try:
             if not find_kubeconfigs(kubeconfig):
                 named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
@@ -323,7 +325,7 @@ class ApiServer:
         return await self._write(_Request(method="POST", path=path, query=query or {}, body=body, lane=lane))
 
     async def dry_run_create(self, path: str, body: Body, query: Query) -> None:
-        """Creates an object as a dry run; raises ApiError like create."""
+        """Creates an object as a dry run, which stores nothing; raises ApiError like `create`."""
         query = {**query, "dryRun": "All"}
         dry_run = _Request(method="POST", path=path, query=query, body=body, lane=RequestLane.WRITE)
         await self._request_object(replace(dry_run, timeout_s=DRY_RUN_TIMEOUT_S))
@@ -337,7 +339,7 @@ class ApiServer:
         return await self._write(_Request(method="PUT", path=path, body=body, lane=lane))
 
     async def merge(self, path: str, body: Body, *, lane: RequestLane = RequestLane.WRITE) -> dict[str, Any]:
-        """Applies a JSON merge patch and returns the object; raises ApiError like update."""
+        """Applies a JSON merge patch and returns the object as stored; raises ApiError like `update`."""
         patch = _Request(method="PATCH", path=path, body=body, content_type=MERGE_PATCH, lane=lane)
         return await self._write(patch)
 
@@ -348,7 +350,7 @@ class ApiServer:
         return await self._write(replace(request, content_type=APPLY_PATCH))
 
     async def delete(self, path: str, options: Body) -> dict[str, Any]:
-        """Deletes an object; returns its last state or a Status. Raises ApiError."""
+        """Deletes an object. Returns its last state, or Kubernetes' Status object. Raises ApiError."""
         return await self._write(_Request(method="DELETE", path=path, body=options, lane=RequestLane.WRITE))
 
     async def watch(self, path: str, query: Query) -> AsyncIterator[dict[str, Any]]:
@@ -465,7 +467,7 @@ class _Request:
 
 
 async def _split_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yields lines of any length.
+    """Yields the lines of a stream, whatever their length.
 
     aiohttp's own line reader fails at lines beyond 4 MiB. With JSON escapes, an object of 1 MiB can be an
     event of 6 MiB. Each new watch would then fail at the same event.

@@ -54,9 +54,9 @@ _UNKNOWN: Final = "Unknown"
 """Kubernetes' phase of a pod whose state is unknown."""
 _GATED: Final = "SchedulingGated"
 _WITH_CAUSE: Final = frozenset({"Unschedulable", "SchedulerError"})
-"""Reasons of PodScheduled=False whose message is a scheduler's obstacle (`core/v1/types.go`)."""
+"""Reasons of PodScheduled=False whose message states why the scheduler found no node (`core/v1/types.go`)."""
 _DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
-"""Conditions of a pod that is removed through no fault of its own. Kubernetes and Kueue set them."""
+"""Conditions of a pod that Kubernetes or Kueue removes although the pod has not failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +332,7 @@ def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -
         _metadata_view(stored),
         started=True,  # unknown. If the pod counted as not started, the operator could replace it
         phase=_UNKNOWN,
-        message="the operator cannot read this pod. Read the operator's log, which has the unreadable field",
+        message="the operator cannot read this pod. The operator's log names the field that you must correct",
     )
     return PodRecord(view=view, key=key, owner_uid=uid, ip="", health_port=0)
 
@@ -391,7 +391,7 @@ def find_key_secret(stored: Manifest) -> str:
 def find_cleanup_rule(stored: Manifest) -> CacheCleanup | None:
     """Returns the rule by which a fetch pod removes old commits; None for a pod that removes no commits.
 
-    The pod's environment has the rule. The environment never changes, so the pod follows exactly this rule.
+    A variable of the pod has the rule. Variables of a pod never change, so the pod follows exactly this rule.
     """
     for container in _containers(stored):
         for variable in as_objects(container.get("env"), "env"):
@@ -409,7 +409,11 @@ def _metadata_view(stored: Manifest) -> PodView:
     return PodView(
         name=as_name(metadata.get("name"), "name"),
         uid=as_name(metadata.get("uid"), "uid"),
-        labels={k: v for k, v in _labels(metadata).items() if k.startswith(f"{names.API_GROUP}/")},
+        labels={
+            label: value
+            for label, value in _labels(metadata).items()
+            if label.startswith(f"{names.API_GROUP}/")
+        },
         created=as_moment(metadata.get("creationTimestamp"), "creationTimestamp") or EARLIEST,
         deleting="deletionTimestamp" in metadata,
         gone_by=as_moment(metadata.get("deletionTimestamp"), "deletionTimestamp"),
@@ -430,13 +434,14 @@ def pod_view(stored: Manifest) -> PodView:
     annotations = as_text_map(_metadata(stored).get("annotations"), "annotations")
     return replace(
         _metadata_view(stored),
-        started=any(_has_run(c) for c in containers if c.get("name") == names.CONTAINER_WORKER),
+        started=any(_has_run(each) for each in containers if each.get("name") == names.CONTAINER_WORKER),
         phase=as_text(status.get("phase"), "phase") or "Pending",
         reason=as_text(status.get("reason"), "reason"),
         message=as_text(status.get("message"), "message"),
         ready=ready.get("status") == "True",
         disrupted=next(
-            (as_text(c.get("reason"), "reason") for c in disruptions if c.get("status") == "True"), ""
+            (as_text(each.get("reason"), "reason") for each in disruptions if each.get("status") == "True"),
+            "",
         ),
         node=as_text(_spec(stored).get("nodeName"), "nodeName"),
         unschedulable=_find_unschedulable_reason(stored, scheduled),
@@ -494,7 +499,7 @@ def _has_run(container: Manifest) -> bool:
 
 
 def _find_waiting(containers: Iterable[Manifest]) -> Waiting | None:
-    """Returns why the first waiting container waits; None if no container waits or its reason is empty."""
+    """Returns why the first waiting container waits; None without such a container or without a reason."""
     for container in containers:
         waiting = as_object(_state(container).get("waiting"), "waiting")
         if waiting:
@@ -521,18 +526,18 @@ def _find_termination(
     Args:
         skipped: containers whose end does not count, because the kubelet restarts them.
     """
-    ended_containers = []
+    worker_ends: list[tuple[int, Manifest]] = []  # exit code and terminated state
+    failed_ends: list[tuple[int, Manifest]] = []
     for container in containers:
         name = as_text(container.get("name"), "containerStatuses.name")
         terminated = as_object(_state(container).get("terminated"), "terminated")
-        if terminated and name not in skipped:
-            ended_containers.append((name, as_integer(terminated.get("exitCode"), "exitCode"), terminated))
-    worker_ends = [
-        (code, terminated_state)
-        for name, code, terminated_state in ended_containers
-        if name == names.CONTAINER_WORKER
-    ]
-    failed_ends = [(code, terminated_state) for _, code, terminated_state in ended_containers if code != 0]
+        if not terminated or name in skipped:
+            continue
+        exit_code = as_integer(terminated.get("exitCode"), "exitCode")
+        if name == names.CONTAINER_WORKER:
+            worker_ends.append((exit_code, terminated))
+        if exit_code != 0:
+            failed_ends.append((exit_code, terminated))
     ends = worker_ends or failed_ends
     if not ends:
         return None
@@ -565,7 +570,8 @@ def node_view(stored: Manifest) -> NodeView:
     """Returns the fields of a node that the reconcile decisions read, without its pods' requests."""
     status, spec, metadata = _status(stored), _spec(stored), _metadata(stored)
     ready = _conditions_by_type(status).get("Ready", {})
-    # The node controller sets Unknown if the kubelet is silent. The kubelet itself sets False.
+    # The node controller sets Unknown if the kubelet is silent. If the node has a problem, the kubelet itself
+    # sets False.
     is_silent = ready.get("status") == "Unknown"
     silent_since = as_moment(ready.get("lastTransitionTime"), "lastTransitionTime") if is_silent else None
     cordoned = bool(spec.get("unschedulable"))

@@ -59,11 +59,11 @@ class _ResourcePods:
         self.uids = kept | watched
 
     def select_pods_to_read(self, in_status: AbstractSet[str], watched: AbstractSet[str]) -> list[str]:
-        """Returns the names of the pods to read from the API server.
+        """Returns the names of the pods to read from the API server, and removes outdated names.
 
-        These are the pods in `unwatched`, and the pods of the status that no watch shows, except the pods
-        that the API server has reported as missing. Also removes outdated names: watched pods from
-        `unwatched`, and from `not_found` each pod that is watched, unwatched or not in the status.
+        The pods to read are those in `unwatched`, and the pods of the status that no watch shows, without the
+        pods in `not_found`. A watched pod leaves `unwatched`. A pod leaves `not_found` if it is watched or
+        unwatched, or if the status no longer lists it.
 
         Args:
             in_status: names of the pods in the status.
@@ -121,11 +121,11 @@ class UnlabelledPods:
         own_pods.cancel_requests(kept_names=names_to_read)
         await self._request_pods(resource, own_pods, names_to_read)
         answers = (_take_answer(resource, own_pods, name, ranks.get(name)) for name in names_to_read)
-        existing_pods = [answer for answer in answers if answer is not None]
-        own_pods.unwatched = frozenset(pod.view.name for pod in existing_pods)
-        missing = set(names_to_read) - own_pods.unwatched
-        own_pods.not_found = (own_pods.not_found | missing) & ranks.keys()
-        return existing_pods
+        unwatched_pods = [answer for answer in answers if answer is not None]
+        own_pods.unwatched = frozenset(pod.view.name for pod in unwatched_pods)
+        not_found_now = set(names_to_read) - own_pods.unwatched
+        own_pods.not_found = (own_pods.not_found | not_found_now) & ranks.keys()
+        return unwatched_pods
 
     def _pods_of(self, resource: ResourceView) -> _ResourcePods:
         """Returns the state of a resource's pods; a new state if a new resource has the name."""
@@ -193,7 +193,7 @@ class UnlabelledPods:
             known.unwatched |= {name}
 
     def has_pods(self, key: ResourceKey) -> bool:
-        """Reports whether the last call of `find` returned pods, or `add` has added one since."""
+        """Reports whether the last call of `find` returned pods, or `add` has added a pod since."""
         return key in self._known and bool(self._known[key].unwatched)
 
     def forget(self, key: ResourceKey) -> None:
@@ -225,8 +225,8 @@ def _take_answer(
 
 def _ranks_by_pod(owner: Owner, status: HeteroInferenceStatus) -> dict[str, RankEntry]:
     """Returns the last rank in the status of each pod of a resource, by the pod's name."""
-    # Others may have written any text into the status, for example a path of the API server. So only names of
-    # worker pods of this resource count.
+    # Other clients may have written any text into the status, for example a path of the API server. So only
+    # names of worker pods of this resource count.
     return {
         rank.pod: rank
         for group in status.groups
@@ -267,6 +267,8 @@ def _build_unknown_pod(resource: ResourceView, name: str, rank: RankEntry | None
 def _report_error(error: BaseException) -> None:
     """Logs an error of a request. `find` handles errors of the API server."""
     if isinstance(error, UnreadableError):
-        logger.warning("a pod is ignored, because the operator cannot read it: %s. Correct the pod", error)
+        logger.warning("the operator ignores a pod that it cannot read: %s. Correct the pod", error)
     elif not isinstance(error, ApiError):
-        logger.error("cannot read a pod: a defect of the operator. Report it, with this log", exc_info=error)
+        logger.error(
+            "cannot read a pod, because of a defect of the operator. Report it, with this log", exc_info=error
+        )

@@ -88,12 +88,12 @@ class NeverCreatedPods:
 
 
 def _is_of_earlier_epoch(manifest: Manifest, epochs: Mapping[int, int]) -> bool:
-    """Reports whether a pod belongs to an epoch before the stored one."""
+    """Reports whether a pod belongs to an epoch before the stored epoch of its group."""
     labels = manifest["metadata"]["labels"]
     return int(labels[names.LABEL_EPOCH]) < epochs.get(int(labels[names.LABEL_GROUP]), 0)
 
 
 def _identifying_labels(manifest: Manifest) -> tuple[str | None, ...]:
-    """Returns the labels that tell two different pods of one name apart."""
+    """Returns the labels that differ between two different pods with the same name."""
     labels = manifest["metadata"].get("labels") or {}
     return tuple(labels.get(label) for label in _IDENTIFYING_LABELS)

@@ -10,9 +10,9 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.cluster import Manifest
@@ -86,7 +86,7 @@ class _StoredObject:
 
 
 def _is_newer(version: int, other: int) -> bool:
-    """Reports whether a version is certainly later than another. Version 0 means unknown."""
+    """Reports whether a version is certainly later than another version. Version 0 means unknown."""
     return version > other > 0
 
 
@@ -257,7 +257,7 @@ class WatchCache(Generic[T]):
                 # After a silent watch, a new watch from the same version could be silent, too. So list again.
                 was_silent = self._seconds_without_answer() > self._server.watch_silence_s / 2
                 if error.status == GONE or was_silent:
-                    self._version = ""  # the next round lists again
+                    self._version = ""  # so that the next loop lists again
                 self._report_error(error)
             except UnreadableError as error:
                 self._version = ""
@@ -265,7 +265,8 @@ class WatchCache(Generic[T]):
             except Exception:  # a defect must not end the cache, because the end of a cache ends the process
                 self._version, self._had_defect = "", True
                 logger.exception(
-                    "%s: a defect of the operator. Report it, with this log. Listing again",
+                    "%s: cannot update this cache, because of a defect of the operator. Report it, with this "
+                    "log. Listing again",
                     self.collection.label,
                 )
             if time.monotonic() - started > MAX_BACKOFF_S:  # the watch worked for a while
@@ -362,28 +363,33 @@ class WatchCache(Generic[T]):
         """Lists the collection and replaces the cached objects."""
         self._version, self._must_relist = "", False
         listed: dict[NamespacedName, _Entry[T]] = {}
-        # The names of all listed objects, also of unreadable ones: `_reported` keeps only these.
-        seen_names, version = {_NAMELESS}, ""
+        # `_reported` keeps only the names of listed objects, so that it does not grow without end.
+        listed_names, version = {_NAMELESS}, ""
         async for page in self._server.list_pages(self.collection.path, self.collection.query):
-            # The items of a list lack kind and apiVersion. Only the list has these fields.
-            list_fields = {"apiVersion": page["apiVersion"], "kind": str(page["kind"]).removesuffix("List")}
-            for raw_item in page.get("items") or ():
-                try:
-                    item = _StoredObject.from_body({**list_fields, **as_object(raw_item, "item")})
-                except UnreadableError as error:
-                    self._report_unreadable(_NAMELESS, "", error)
-                    continue
-                seen_names.add(item.name)
+            for item in self._read_items(page):
+                listed_names.add(item.name)
                 value = self._read_value(item)
                 if value is not None:
                     listed[item.name] = _Entry(item.uid, item.version, value)
             metadata = as_object(page["metadata"], "metadata")
             version = as_name(metadata.get("resourceVersion"), "resourceVersion")
         self._replace(listed, version_number(version))
-        self._reported = {name: uid for name, uid in self._reported.items() if name in seen_names}
+        self._reported = {name: uid for name, uid in self._reported.items() if name in listed_names}
         self._version, self._had_defect = version, False
         self._record_answer()
         self.synced.set()
+
+    def _read_items(self, page: Mapping[str, Any]) -> Iterator[_StoredObject]:
+        """Yields the objects of a page of a list. Logs and leaves out an object without readable metadata."""
+        # The items of a list lack kind and apiVersion. Only the list has these fields.
+        list_fields = {"apiVersion": page["apiVersion"], "kind": str(page["kind"]).removesuffix("List")}
+        for raw_item in page.get("items") or ():
+            try:
+                item = _StoredObject.from_body({**list_fields, **as_object(raw_item, "item")})
+            except UnreadableError as error:
+                self._report_unreadable(_NAMELESS, "", error)
+            else:
+                yield item
 
     def _replace(self, listed: dict[NamespacedName, _Entry[T]], version: int) -> None:
         """Replaces all entries by a list, except objects that this process wrote after the list.
@@ -488,10 +494,9 @@ class WatchCache(Generic[T]):
             # `unconfirmed_since` is None in an entry that a list or a watch has shown. If this holds for one
             # of the two entries, this version is confirmed. The version stays confirmed if the API server's
             # answer to the write arrives after the watch has shown the version.
-            is_confirmed = entry.unconfirmed_since is None or cached.unconfirmed_since is None
-            self._entries[name] = replace(
-                cached, unconfirmed_since=None if is_confirmed else cached.unconfirmed_since
-            )
+            is_confirmed = None in (entry.unconfirmed_since, cached.unconfirmed_since)
+            if is_confirmed:
+                self._entries[name] = replace(cached, unconfirmed_since=None)
             return
         self._entries[name] = entry
         old_value = cached.value if cached else None

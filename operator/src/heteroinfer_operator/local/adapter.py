@@ -67,7 +67,7 @@ class LocalOptions:
 
     Attributes:
         worker_python: the Python that has vLLM.
-        scratch: private folder of the pods. Its path is short, since sockets are created in it.
+        scratch: private folder of the pods. Its path is short, because paths of sockets have a limit.
         log_dir: folder for the output of each pod, POD.log.
         gpus: GPUs for the pods, with their names in CUDA_VISIBLE_DEVICES.
         env: environment that pods inherit.
@@ -243,7 +243,8 @@ class LocalCluster:
         """Stores an object, or starts a pod; raises ConflictError if the object exists."""
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         if kind == "Secret":
-            self._secrets.setdefault(name, manifest)  # keeps an existing Secret, which nothing observes
+            # An existing Secret stays. No observation shows Secrets, so reconciles create them repeatedly.
+            self._secrets.setdefault(name, manifest)
             return
         if (kind, name) in self._objects or (kind == "Pod" and name in self._pods):
             raise ConflictError(f"{kind} {name} exists already")
@@ -318,7 +319,7 @@ class LocalCluster:
         return StoredPod(manifest=manifest, uid=str(uuid.uuid4()), running=running, gpus=tuple(gpus))
 
     async def _await_end(self, pod: StoredPod) -> None:
-        """Waits until a pod has ended, and frees its GPUs.
+        """Waits until a pod has ended, and frees its GPUs. Then removes a pod that is being deleted.
 
         If some of the pod's processes survive, `observe` and `close` raise the error.
         """
@@ -349,32 +350,35 @@ class LocalCluster:
         self._on_change()
 
     async def _probe_until_end(self, pod: StoredPod) -> None:
-        """Probes a pod until it ends. A pod without a readiness probe is not probed."""
+        """Probes a pod until it ends. A pod without a readiness probe is not probed.
+
+        Announces only a change of readiness. Other changes of the reports wait for the next reconcile.
+        """
         port, path = pod.running.pod.health_port, pod.running.pod.readiness_path
         reader, limit_s = ReportReader(pod.key), PROBE_TIMEOUT_S
         while port is not None and pod.termination is None:
             ready = await self._reports.is_ready(LOOPBACK, port, path, timeout_s=limit_s)
-            group, fetch = None, None
+            group_report, fetch = None, None
             if pod.leads:
-                group = await _none_without_answer(
+                group_report = await _none_without_answer(
                     self._reports.read_group(LOOPBACK, port, reader, timeout_s=limit_s)
                 )
             if pod.fetches:
                 answer = await _none_without_answer(
                     self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s)
                 )
-                # The second value is a question of the pod to an operator in a cluster.
+                # The second value of the answer is a question that only an operator in a cluster answers.
                 fetch = answer[0] if answer is not None else None
-            if pod.termination is None:  # the pod may have ended during the probe
-                # Other changes of the report wait for the next reconcile.
-                changed = (ready, _reports_ready(group)) != (pod.ready, _reports_ready(pod.group_report))
-                pod.ready, pod.group_report, pod.fetch = ready, group, fetch
-                if changed:
+            has_ended_meanwhile = pod.termination is not None
+            if not has_ended_meanwhile:
+                was_ready = pod.ready, _reports_ready(pod.group_report)
+                pod.ready, pod.group_report, pod.fetch = ready, group_report, fetch
+                if (ready, _reports_ready(group_report)) != was_ready:
                     self._on_change()
             await asyncio.sleep(PROBE_EVERY_S)
 
     def _start_task(self, pod: StoredPod, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task of a pod. An exception ends this run, since no other task watches the pod."""
+        """Starts a task of a pod. An exception ends this run, because no other task watches the pod."""
 
         def record_failure(error: BaseException) -> None:
             """Keeps the first failure of a watcher, and announces a change."""

@@ -34,8 +34,8 @@ def measure(python: Path, env: Mapping[str, str] = os.environ) -> Calibration:
     Raises:
         CalibrationError: the measurement failed; the message is the worker's own.
     """
-    # The variable names a file that the kubelet reads in a pod. Here is no kubelet, and the result is on
-    # standard output. So the worker must not write that file.
+    # In a pod, this variable names the file with the result, which the kubelet reads. Here is no kubelet, and
+    # the result is on standard output. So leave out the variable.
     environment = {name: value for name, value in env.items() if name != names.ENV_TERMINATION_MESSAGE_PATH}
     command = [str(python), "-m", WORKER_MODULE, "calibrate"]
     try:
@@ -115,8 +115,8 @@ def read_network_file(file: Path) -> NetworkMeasurement:
 def read_own_calibration(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibration | None, str]:
     """Returns the stored calibration of this machine, or None with the reason why none is used.
 
-    A calibration of another machine (several machines can mount one home folder) or of another version is not
-    used.
+    A calibration of another version, or of a machine with another CPU, is not used. Several machines can
+    mount one home folder.
     """
     file = folder / FILE_NAME
     if not file.exists():
@@ -130,7 +130,7 @@ def read_own_calibration(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibr
         measured = calibration.versions.heteroinfer
         return (
             None,
-            f"ignoring {file}: HeteroInfer {measured} measured it, but this is {version}. {HOW_TO_MEASURE}",
+            f"ignoring {file}: made by HeteroInfer {measured}, but this is {version}. {HOW_TO_MEASURE}",
         )
     if calibration.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
         return (

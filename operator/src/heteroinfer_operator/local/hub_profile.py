@@ -27,12 +27,12 @@ def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> M
     Takes HF_ENDPOINT and HF_TOKEN from the environment.
 
     Raises:
-        ModelError: the hub does not serve the files, or they are not those of a model.
+        ModelError: the hub does not serve the files, or the files do not describe a model.
     """
     command = [sys.executable, "-m", WORKER_MODULE, "inspect", "--model", model.uri]
     command += ["--revision", model.revision] if model.revision else []
-    # The variable names a file that the kubelet reads in a pod. Here is no kubelet, and the result is on
-    # standard output. So the worker must not write that file.
+    # In a pod, this variable names the file with the result, which the kubelet reads. Here is no kubelet, and
+    # the result is on standard output. So leave out the variable.
     environment = {name: value for name, value in env.items() if name != names.ENV_TERMINATION_MESSAGE_PATH}
     try:
         result = subprocess.run(

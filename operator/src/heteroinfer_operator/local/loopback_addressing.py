@@ -34,7 +34,7 @@ class PortsTakenError(PlanError):
 class LocalAddressing:
     """Addresses of the groups of one resource on this machine.
 
-    An epoch keeps its ports: each reconcile asks for them again.
+    Each reconcile requests the addresses of an epoch again, so an epoch keeps its ports.
 
     Args:
         api_port: port of group 0; group i serves on this port plus i.
@@ -118,8 +118,8 @@ class LocalAddressing:
         for port in range(self._api_port, self._api_port + groups):
             if not is_free(port):
                 raise PortsTakenError(
-                    f"port {port} on {LOOPBACK}: another program uses it, and the OpenAI API needs it. Stop "
-                    "that program, or choose another port with --port"
+                    f"port {port} on {LOOPBACK}: another program uses the port, which the OpenAI API needs. "
+                    "Stop that program, or choose another port with --port"
                 )
 
     def _build_address(self, group: int, num_ranks: int) -> PodAddress:
@@ -135,7 +135,7 @@ class LocalAddressing:
         )
 
     def _take_ports(self, size: int) -> int:
-        """Takes `size` consecutive free ports, which no later call takes. Returns the first."""
+        """Takes `size` consecutive free ports, so that no later call takes them. Returns the first port."""
         for _ in range(_ATTEMPTS):
             first = self._rng.choice(_PORT_RANGE)
             block = set(range(first, first + size))
@@ -151,7 +151,8 @@ class LocalAddressing:
 def is_free(port: int) -> bool:
     """Reports whether a server could listen on this port of loopback now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # Servers set this option, too. So connections of the last epoch in TIME_WAIT do not block the port.
+        # Servers set this option, too. With it, closed connections (TIME_WAIT) of the last epoch do not block
+        # the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))

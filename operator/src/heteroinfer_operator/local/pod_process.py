@@ -147,7 +147,8 @@ def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str,
         return pod
     plan = Plan.from_json(pod.env[names.ENV_PLAN])
     variables = {names.ENV_CPU_BINDING: CpuBinding.NEVER.value}
-    if names.ENV_OMP_THREADS not in {**env, **pod.env}:
+    has_user_set_threads = names.ENV_OMP_THREADS in {**env, **pod.env}
+    if not has_user_set_threads:
         variables[names.ENV_OMP_THREADS] = str(threads_per_rank(plan, cores=cores, groups=groups))
     return replace(pod, env={**pod.env, **variables})
 
@@ -155,13 +156,13 @@ def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str,
 def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
     """Returns the number of threads of each CPU rank of a group, at least 1.
 
-    The ranks share the group's cores, less the cores of the engine and one core for each GPU rank.
+    The ranks share the group's cores, without the cores of the engine and one core for each GPU rank.
     """
     group_cpus = int(cores / groups)
-    gpu_ranks = sum(rank.device is Device.GPU for rank in plan.ranks)
-    cpu_ranks = plan.world_size - gpu_ranks
-    reserved = engine_cpus(group_cpus) + gpu_ranks
-    return max(1, (group_cpus - reserved) // max(1, cpu_ranks))
+    num_gpu_ranks = sum(rank.device is Device.GPU for rank in plan.ranks)
+    num_cpu_ranks = plan.world_size - num_gpu_ranks
+    reserved_cpus = engine_cpus(group_cpus) + num_gpu_ranks
+    return max(1, (group_cpus - reserved_cpus) // max(1, num_cpu_ranks))
 
 
 def _volume_remedy(kind: str) -> str:
@@ -258,20 +259,19 @@ class _FieldReader:
                 self.refuse(f"spec.volumes[{index}].{kind}", _volume_remedy(kind))
         for mount in spec["containers"][0].get("volumeMounts", ()):
             mount_path = mount["mountPath"]
-            if mount["name"] not in host_paths:
-                if mount_path not in _SHARED_FOLDERS:
+            if mount["name"] in host_paths:
+                path, field = host_paths[mount["name"]]
+                if path != mount_path:
                     self.refuse(
-                        f"spec.containers[0].volumeMounts[{mount['name']}]",
-                        "Remove it from the role's template, or use a cluster: pods of `heteroinfer up` have "
-                        "no mounts",
+                        field,
+                        f"Path {path} cannot be mounted at {mount_path}: pods of `heteroinfer up` have no "
+                        f"mounts. Write {path} wherever the resource names {mount_path}, or use a cluster",
                     )
-                continue
-            path, field = host_paths[mount["name"]]
-            if path != mount_path:
+            elif mount_path not in _SHARED_FOLDERS:
                 self.refuse(
-                    field,
-                    f"Path {path} cannot be mounted at {mount_path}: pods of `heteroinfer up` have no "
-                    f"mounts. Write {path} wherever the resource names {mount_path}, or use a cluster",
+                    f"spec.containers[0].volumeMounts[{mount['name']}]",
+                    "Remove it from the role's template, or use a cluster: pods of `heteroinfer up` have no "
+                    "mounts",
                 )
 
     def read_env(self, variables: Sequence[Manifest]) -> dict[str, str]:

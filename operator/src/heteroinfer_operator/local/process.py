@@ -75,22 +75,23 @@ class RunningPod:
     ) -> "RunningPod":
         """Creates the folder, and starts the supervisor of a pod.
 
-        The supervisor runs in a session of its own, so that Ctrl-C reaches only `heteroinfer up`. It dies
-        with this process. Its environment is the pod's own, and `env` without the variables of another Python
-        or another pod.
+        The supervisor runs in a session of its own, so that Ctrl-C reaches only `heteroinfer up`. The kernel
+        kills the supervisor when this process ends. The supervisor's environment has the pod's variables, and
+        those of `env` except variables for another Python or another pod.
 
         Raises:
             OSError: the program could not be started, or the folder could not be created.
         """
         folder.temporary.mkdir(parents=True)
         inherited = {name: value for name, value in env.items() if not name.startswith(_NOT_INHERITED)}
-        added = {
+        own = {
             "TMPDIR": str(folder.temporary),
             "PYTHONUNBUFFERED": "1",
             names.ENV_VISIBLE_GPUS: ",".join(gpus) or names.HIDE_GPUS,
             names.ENV_TERMINATION_MESSAGE_PATH: str(folder.termination_message),
         }
-        # The guard asks the kernel to kill it when this process ends, and then becomes the supervisor.
+        # The guard is a program that asks the kernel to kill it when this process ends, and then replaces
+        # itself by the supervisor (exec).
         guard = [str(worker_python), "-I", "-S", parent_death.__file__, str(os.getpid())]
         with folder.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -102,7 +103,7 @@ class RunningPod:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**inherited, **pod.env, **added},
+                env={**inherited, **pod.env, **own},
                 cwd=folder.path,
                 start_new_session=True,
             )
@@ -158,7 +159,7 @@ class RunningPod:
         deadline = asyncio.get_running_loop().time() + KILL_TIMEOUT_S
         while remaining := sorted(self._find_processes()):
             for pid in remaining:
-                # A process of another user cannot be killed: the deadline below reports it.
+                # A process of another user cannot be killed. The error after the deadline names this process.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() > deadline:

@@ -14,7 +14,7 @@ from heteroinfer_operator.local.process import RunningPod
 
 @dataclass(slots=True, kw_only=True)
 class StoredPod:
-    """One pod; only LocalCluster changes it.
+    """One pod. Only LocalCluster changes it.
 
     Attributes:
         gpus: the pod's GPUs, with their names in CUDA_VISIBLE_DEVICES.

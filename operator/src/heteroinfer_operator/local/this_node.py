@@ -25,10 +25,11 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP, env: Mapping[str, str] = os.environ) -> NodeView:
-    """Returns this machine as a node with its free cores, bytes of memory and GPUs.
+    """Returns this machine as a node with its cores, free memory in bytes, and GPUs.
 
-    Cores: those that this process may use, at most its CPU quota. Memory: the kernel's MemAvailable, at most
-    the rest of its cgroup's limit. Without mounted cgroups, v1 or v2, there is no limit.
+    The cores are those that this process may use, at most its CPU quota. The free memory is the kernel's
+    MemAvailable, at most the free part of the memory limit of this process's cgroup. Without mounted cgroups
+    (v1 or v2), there are no limits.
     """
     own_cgroups = (proc / "self" / "cgroup").read_text()
     memory_bytes = available_memory(cgroup, own_cgroups, (proc / "meminfo").read_text())
@@ -45,7 +46,10 @@ def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP, env: Mapping[str, s
 
 
 def _platform_labels() -> dict[str, str]:
-    """Returns the labels that a kubelet would set here: system and architecture in Go's names, and host."""
+    """Returns the labels that a kubelet would set on this machine.
+
+    These are the operating system and the architecture, with their names in Go, and the host name.
+    """
     machine = platform.machine().lower()
     return {
         OS_LABEL: platform.system().lower(),

@@ -75,8 +75,8 @@ class ModelSource:
 def build_host_path_error(spec: HeteroInferenceSpec) -> PlanError:
     """Returns the error for a model in a folder of the nodes."""
     return PlanError(
-        f"model.uri: {spec.model.uri} is a path on the nodes, which this operator does not allow. "
-        "Use pvc://CLAIM/PATH, or install the chart with allowHostPaths=true",
+        "model.uri: must not be a path on the nodes, because the chart's allowHostPaths is false (got "
+        f"{spec.model.uri}). Use pvc://CLAIM/PATH, or install the chart with allowHostPaths=true",
         reason=HOST_PATH_REASON,
     )
 

@@ -1,7 +1,8 @@
-"""Finds differences between a stored object and its manifest, and the patch that removes them. Pure.
+"""Finds differences between a stored object and its manifest, and builds the patch against them. Pure.
 
-A stored object must have all values of the manifest. Its spec must not have more: one more key in a selector
-or in a rule of a policy can let other pods in. Exceptions are the fields that the API server adds.
+A stored object must have all values of the manifest. The stored spec must not have more values: one more key
+in a selector or in a rule of a policy can let other pods in. Exceptions are the fields that the API server
+adds.
 """
 
 from collections.abc import Mapping
@@ -78,8 +79,8 @@ def _find_metadata_drift(
 ) -> dict[str, Any]:
     """Returns the merge patch of an object's metadata.
 
-    It sets values that are missing or different, and removes the labels in `forbidden`, which disable the
-    object.
+    The patch sets values that are missing or different, and removes the labels in `forbidden`, which disable
+    the object.
     """
     drift = {key: value for key, value in wanted.items() if not contains_value(stored.get(key), value)}
     forbidden_labels = sorted(forbidden & (stored.get("labels") or {}).keys())
@@ -94,7 +95,8 @@ def _find_spec_drift(
 ) -> dict[str, Any]:
     """Returns the merge patch of an object's spec.
 
-    It sets values that differ, and removes fields that the manifest lacks. Fields in `added_by_server` stay.
+    The patch sets values that differ, and removes fields that the manifest lacks. Fields in `added_by_server`
+    stay.
     """
     changed = {key: _patch_between(stored.get(key), value) for key, value in wanted.items()}
     removals = {key: None for key in stored if key not in wanted and key not in added_by_server}

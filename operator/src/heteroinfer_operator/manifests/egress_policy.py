@@ -25,7 +25,7 @@ _API_VERSION: Final = "networking.k8s.io/v1"
 _DNS_PORTS: Final = (53, 5353)
 """Ports of DNS resolvers; OpenShift's resolver pods listen on 5353, the port that policies see there.
 
-They are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
+These ports are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
 """
 _MAX_SELECTORS: Final = 32
 """Maximum number of policies for one group or one download. Selectors that certainly match the pods come
@@ -171,7 +171,7 @@ def _find_matching_selectors(
     Selectors that certainly match come first.
 
     Args:
-        labels_of_pods: known labels of each pod. Webhooks may add others.
+        labels_of_pods: known labels of each pod. Webhooks may add further labels.
     """
 
     def may_match(selector: Manifest) -> bool:
@@ -188,7 +188,7 @@ def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
     """Removes selectors whose pods another selector in the list selects, too.
 
     A selector without terms selects all pods. A selector with several terms is narrower than a selector whose
-    only term is among them.
+    only term is among these terms.
     """
     terms_of_selectors = [{json.dumps(term) for term in _terms_of(selector)} for selector in selectors]
     if set() in terms_of_selectors:
@@ -212,7 +212,7 @@ def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
     So a label with many values needs only one policy. Other selectors stay as they are.
     """
     values_by_label: dict[str, list[str]] = {}
-    others = []
+    other_selectors = []
     for selector in selectors:
         labels = selector.get("matchLabels") or {}
         requires_one_value = len(labels) == 1 and not selector.get("matchExpressions")
@@ -220,7 +220,7 @@ def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
             [(label, value)] = labels.items()
             values_by_label.setdefault(label, []).append(value)
         else:
-            others.append(selector)
+            other_selectors.append(selector)
     merged: list[Manifest] = []
     for label, values in values_by_label.items():
         if len(values) == 1:
@@ -228,7 +228,7 @@ def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
         else:
             one_of_values = {"key": label, "operator": "In", "values": sorted(values)}
             merged.append({"matchExpressions": [one_of_values]})
-    return others + merged
+    return other_selectors + merged
 
 
 def _terms_of(selector: Manifest) -> list[tuple[str, str, list[str]]]:

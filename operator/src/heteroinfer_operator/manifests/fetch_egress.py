@@ -55,14 +55,14 @@ class FetchEgress:
         """
         try:
             parts = read_json_parts(text, ("ports", "cidrs", "except"))
+            # `except` cannot be the name of a field, because Python reserves the word.
             key_by_field = {"ports": "ports", "cidrs": "cidrs", "excepted": "except"}
-            fields = {
-                field: tuple(parts[key]) for field, key in key_by_field.items() if parts.get(key) is not None
-            }
+            given = {field: parts[key] for field, key in key_by_field.items() if parts.get(key) is not None}
         except ValueError as error:
             raise _build_error(str(error)) from error
-        except TypeError as error:
-            raise _build_error(f"ports, cidrs and except must be lists (got {text[:200]!r})") from error
+        if not all(isinstance(values, list) for values in given.values()):
+            raise _build_error(f"ports, cidrs and except must be lists (got {text[:200]!r})")
+        fields = {field: tuple(values) for field, values in given.items()}
         egress = cls(**fields)
         for port in egress.ports:
             if type(port) is not int or not 1 <= port <= 65535:  # isinstance would accept true

@@ -33,7 +33,7 @@ class Owner:
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The ownerReference of its children, so that garbage collection deletes them with the resource."""
+        """The ownerReference with which garbage collection deletes children together with the resource."""
         return {
             "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
             "kind": names.KIND,
@@ -122,7 +122,7 @@ def group_metadata(group: GroupRef, name: str) -> dict[str, Any]:
 
 
 def labels_of_name(owner: Owner, name: str) -> dict[str, str | None] | None:
-    """Returns the labels that follow from a pod's name; None as a value means that the pod lacks the label.
+    """Returns the labels that follow from a pod's name; None for a label that the pod must not have.
 
     Returns None for a name that the operator does not give, for example of a user's copy of a pod.
     """
@@ -188,8 +188,8 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: st
 
 
 _REVISION_CHARS: Final = 10
-"""Length of a revision. Its 40 bits distinguish the specs of honest users, but do not prove the content of a
-spec: an attacker can compute another spec with the same hash."""
+"""Length of a revision. These 40 bits distinguish the specs of honest users, but do not prove the content of
+a spec: an attacker can compute another spec with the same hash."""
 _KEY_CHARS: Final = 10
 """Length of the hashes in the names of model pods and claims."""
 _LIFE_FIELDS = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})
@@ -257,7 +257,7 @@ def model_key(spec: HeteroInferenceSpec) -> str:
 
 
 def fetch_key(spec: HeteroInferenceSpec) -> str:
-    """Returns a hash of all inputs of a download: model, token, authorities, and the pod's resources."""
+    """Returns a hash of all inputs of a download: model, token, CA bundle, and the pod's resources."""
     token, resources = spec.model.token_secret_ref, spec.model.resources
     bundle = spec.model.ca_bundle
     inputs: dict[str, Any] = {"model": model_key(spec), "token": token.dump() if token else None}

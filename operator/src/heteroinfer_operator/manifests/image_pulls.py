@@ -17,7 +17,7 @@ class ImagePulls:
     secrets: tuple[str, ...] = ()
 
     def add_to(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Returns a pod's spec with this pull policy, and with those of the secrets that the spec lacks."""
+        """Returns a pod's spec with this pull policy, and with these secrets added to the spec's own."""
         new_spec = dict(spec)
         if self.policy:
             new_spec["containers"] = [

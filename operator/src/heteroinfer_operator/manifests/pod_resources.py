@@ -22,8 +22,8 @@ class PodResources:
     """Default requests and limits of an installation.
 
     Attributes:
-        fetch: for the pod that downloads a hub's model. It holds pieces of 10 MiB of four files at a time;
-            the rest of its memory is page cache, which the kernel can reclaim.
+        fetch: for the pod that downloads a hub's model. This pod holds pieces of 10 MiB of four files at a
+            time; the rest of its memory is page cache, which the kernel can reclaim.
         inspect: for the pod that only reads a model.
         worker: for workers.
     """
@@ -95,7 +95,7 @@ def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
 def _with_defaults(
     given: Amounts | None, defaults: Amounts | None, bounds: Amounts | None, choose: Any
 ) -> Any:
-    """Returns the given amounts with defaults for missing amounts, each moved to its bound if necessary.
+    """Returns the given amounts, with defaults for missing amounts. A default beyond its bound is the bound.
 
     Args:
         bounds: bounds of the defaults: the given requests for limits, the given limits for requests.

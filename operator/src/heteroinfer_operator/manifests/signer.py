@@ -1,9 +1,9 @@
 """Authentication codes of the ConfigMaps that the operator reads back: plans and revision records. Pure.
 
 More users may write ConfigMaps than pods and Secrets, but the next pods of a group are created from these
-ConfigMaps. So each has an authentication code, which the operator computes with its key from kind, owner,
-name and content. The code is valid only for one resource (by uid) and one name: a copy under another name, or
-for another resource, is not valid.
+ConfigMaps. So each ConfigMap has an authentication code, which the operator computes with its key from kind,
+owner, name and content. The code is valid only for one resource (by uid) and one name: a copy under another
+name, or for another resource, is not valid.
 """
 
 import json

@@ -180,6 +180,19 @@ class WorkerPods:
 
         The operator's variables override the user's, and the user's override the defaults (_OFFLINE).
         """
+        own_by_name = {variable["name"]: variable for variable in self._own_variables(pod_index, role)}
+        user_by_name = {
+            variable.name: variable.dump()
+            for variable in self.spec.engine.env
+            if variable.name not in own_by_name
+        }
+        defaults = [
+            variable for variable in literal_variables(_OFFLINE) if variable["name"] not in user_by_name
+        ]
+        return [*defaults, *user_by_name.values(), *own_by_name.values()]
+
+    def _own_variables(self, pod_index: int, role: RoleSpec) -> list[dict[str, Any]]:
+        """Returns the environment variables that the operator sets in a pod."""
         launch = self._build_launch(pod_index, role)
         plan_variable = {
             "name": names.ENV_PLAN,
@@ -199,7 +212,7 @@ class WorkerPods:
         # The hash is a literal value. So the worker notices if another user replaced the plan's ConfigMap
         # before the container started.
         plan_hash_variable = {names.ENV_PLAN_HASH: self.plan_hash}
-        own_variables = [
+        return [
             plan_variable,
             *key_variables,
             *literal_variables(
@@ -212,10 +225,6 @@ class WorkerPods:
                 }
             ),
         ]
-        own_by_name = {variable["name"]: variable for variable in own_variables}
-        user_variables = {v.name: v.dump() for v in self.spec.engine.env if v.name not in own_by_name}
-        defaults = [v for v in literal_variables(_OFFLINE) if v["name"] not in user_variables]
-        return [*defaults, *user_variables.values(), *own_by_name.values()]
 
     def _build_launch(self, pod_index: int, role: RoleSpec) -> PodLaunch:
         """Returns the settings of a pod that are not in the plan."""

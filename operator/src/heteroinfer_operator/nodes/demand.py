@@ -32,7 +32,7 @@ MAX_AFFINITY_BYTES: Final = 2**16
 _NODE_NAME: Final = "metadata.name"
 _PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 _WEIGHT_OF_OTHER_NODES: Final = 25
-"""Weight of `avoided_nodes`. It must be less than the weight of `preferred_node`, which is 100."""
+"""Weight of `avoided_nodes`, which must be less than the weight of `preferred_node` (100)."""
 _HARD: Final = ("NoSchedule", "NoExecute")
 
 
@@ -159,16 +159,17 @@ def avoided_nodes(nodes: Iterable[str]) -> dict[str, Any]:
 
 
 def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
-    """Returns an affinity with a requirement on node labels added to each alternative of nodes."""
+    """Returns an affinity whose required node affinity has a further requirement on node labels."""
     return _add_to_affinity(affinity, "matchExpressions", [expression])
 
 
 def exclude_nodes(affinity: Manifest, excluded: Iterable[str], able: Sequence[str]) -> dict[str, Any]:
-    """Returns an affinity with the added requirement that a pod does not use the excluded nodes.
+    """Returns an affinity that also requires that a pod does not use the excluded nodes.
 
     The API server accepts only one name in each requirement, so thousands of excluded nodes would make the
-    pod too large for the API server. If the affinity would exceed MAX_AFFINITY_BYTES, it instead requires one
-    of the first nodes in `able`, as many as fit. Then the pod cannot use nodes that join the cluster later.
+    pod too large for the API server. If the affinity would exceed MAX_AFFINITY_BYTES, the result instead
+    requires one of the first nodes in `able`: as many nodes as fit into this size. Then the pod cannot use
+    nodes that join the cluster later.
 
     Args:
         excluded: names of the nodes that the pod must not use.
@@ -181,7 +182,7 @@ def exclude_nodes(affinity: Manifest, excluded: Iterable[str], able: Sequence[st
     given_terms = required_node_terms(affinity)
     terms: list[dict[str, Any]] = []
     num_bytes = 0
-    for name in able:  # each node is an alternative with all requirements of the given terms
+    for name in able:  # each node gets its own copy of the given terms
         field = {"key": _NODE_NAME, "operator": "In", "values": [name]}
         new_terms = _add_to_terms(given_terms, "matchFields", [field])
         num_bytes += len(json.dumps(new_terms))
@@ -203,18 +204,18 @@ def larger_label(key: str, than: int) -> dict[str, Any]:
 
 
 def _add_to_affinity(affinity: Manifest, part: str, requirements: Sequence[Manifest]) -> dict[str, Any]:
-    """Returns an affinity with requirements added to each alternative of nodes."""
+    """Returns an affinity with requirements added to each term of its required node affinity."""
     return replace_node_terms(affinity, _add_to_terms(required_node_terms(affinity), part, requirements))
 
 
 def required_node_terms(affinity: Manifest) -> Sequence[Manifest]:
-    """Returns the alternatives of an affinity's required node affinity."""
+    """Returns the terms of an affinity's required node affinity. A node must match one term."""
     required = (affinity.get("nodeAffinity") or {}).get(REQUIRED) or {}
     return required.get("nodeSelectorTerms") or ()
 
 
 def replace_node_terms(affinity: Manifest, terms: Sequence[Manifest]) -> dict[str, Any]:
-    """Returns an affinity with other alternatives of the required node affinity."""
+    """Returns an affinity with these terms in its required node affinity, in place of its own terms."""
     nodes = affinity.get("nodeAffinity") or {}
     return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": terms}}}
 
@@ -222,20 +223,19 @@ def replace_node_terms(affinity: Manifest, terms: Sequence[Manifest]) -> dict[st
 def _add_to_terms(
     terms: Iterable[Manifest], part: str, requirements: Sequence[Manifest]
 ) -> list[dict[str, Any]]:
-    """Returns the alternatives of a node affinity with requirements added to each.
+    """Returns the terms of a node affinity with requirements added to each. A node must match one term.
 
-    Without alternatives, the requirements are the only alternative. An empty alternative stays empty, because
-    it selects no node.
+    Without terms, the result is one term with the requirements. An empty term stays empty: it selects no
+    node, and with a requirement it would select nodes.
 
     Args:
-        terms: the alternatives.
-        part: `matchExpressions` or `matchFields`.
+        part: field of a term for the requirements, `matchExpressions` or `matchFields`.
     """
-    alternatives = [
+    longer_terms = [
         dict(term) if is_empty_term(term) else {**term, part: [*(term.get(part) or ()), *requirements]}
         for term in terms
     ]
-    return alternatives or [{part: list(requirements)}]
+    return longer_terms or [{part: list(requirements)}]
 
 
 def _read_preferred_node(preferred: Iterable[Manifest]) -> str:
@@ -296,7 +296,7 @@ def _term_matches(term: Manifest, name: str, labels: Mapping[str, str]) -> bool:
 
 
 def is_empty_term(term: Manifest) -> bool:
-    """Reports whether a node affinity term has no requirements. Then it selects no node.
+    """Reports whether a node affinity term has no requirements. Such a term selects no node.
 
     Source: k8s.io/component-helpers/scheduling/corev1/nodeaffinity/nodeaffinity.go.
     """
@@ -334,10 +334,10 @@ def is_requirement_met(requirement: Manifest, labels: Mapping[str, str]) -> bool
 def _compare_numbers(operator: str, value: str | None, values: Iterable[str]) -> bool:
     """Reports whether a label's number is greater (Gt) or less (Lt) than the number in `values`."""
     try:
-        have, want = int(value or ""), int(next(iter(values), ""))
+        number, bound = int(value or ""), int(next(iter(values), ""))
     except ValueError:
         return False  # Gt and Lt match numbers only
-    return have > want if operator == "Gt" else have < want
+    return number > bound if operator == "Gt" else number < bound
 
 
 def effective_requests(spec: Manifest) -> dict[str, float]:
@@ -347,7 +347,7 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
     sidecars, and the requests of an init container with the sidecars before it. A request for the whole pod
     replaces this amount. The scheduler then adds the pod's overhead
     (`k8s.io/component-helpers/resource.PodRequests`).
-    A limit without a request counts as a request, because the API server copies it into the request.
+    A limit without a request counts as a request, because the API server copies the limit into the request.
 
     Raises:
         UnreadableError: a field has another type than in a Pod.

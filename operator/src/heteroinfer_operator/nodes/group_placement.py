@@ -41,7 +41,7 @@ def assign_nodes(
 ) -> Placement | None:
     """Returns nodes on which all pods fit together, or None. Does not reserve capacity.
 
-    Compares the placements for all values of the topology key. If several placements are equally good,
+    Compares the best placements for the values of the topology key. If several placements are equally good,
     returns the placement whose value sorts first.
 
     Args:
@@ -87,9 +87,10 @@ def find_farther_placements(
     for more_than_mib in (None, *sorted(all_sizes_mib)[:_MAX_GPU_SIZES]):
         limited_demands = [_with_larger_gpus(demand, sizes_mib, more_than_mib) for demand in demands]
         found = assign_nodes(limited_demands, free_nodes, topology_key, distance_first)
-        if found is None:  # still larger GPUs would not fit either
+        if found is None:  # with larger GPUs, even fewer nodes remain
             return
-        if found.nodes not in tried and others.shared(found.nodes) < others.shared(placement.nodes):
+        is_farther = others.count_shared(found.nodes) < others.count_shared(placement.nodes)
+        if is_farther and found.nodes not in tried:
             tried.add(found.nodes)
             yield found
 
@@ -113,8 +114,8 @@ def _assign_within(
     """Returns nodes on which all pods fit together, or None.
 
     If the resource has other groups, prefers nodes of one zone that are as good as the best nodes of all
-    zones. If a group spanned several zones, the failure of any of these zones would end the group, and the
-    next group might find no zone without other groups. For the same reason, a group that has to share a node
+    zones. If a group spanned several zones, each failure of a zone would end the group, and the next group
+    might find no zone without other groups. For the same reason, a group that has to share a node
     with other groups prefers one node for all its pods.
 
     Args:
@@ -138,22 +139,26 @@ def _assign_within(
 
 
 def _assign_to_one_node(
-    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups, found: Sequence[str]
+    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups, anywhere: Sequence[str]
 ) -> tuple[str, ...] | None:
-    """Returns the best placement of all pods on one node that is not nearer to other groups than found nodes.
+    """Returns the best placement of all pods on one node.
 
-    Returns None if there is no such node, if the found nodes are one node, or if they have no other groups.
+    The node must not be nearer to other groups than the nearest node of `anywhere`. Returns None without such
+    a node, and if `anywhere` is a single node or has no other groups.
+
+    Args:
+        anywhere: names of the best nodes without these limits, in the order of the demands.
     """
-    names = set(found)
+    names = set(anywhere)
     if len(names) == 1 or not others.any_is_shared(names):
         return None
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
-    nearest = max(others.nearness(by_name[name].node) for name in names)
+    max_nearness = max(others.nearness(by_name[name].node) for name in names)
     requests = sum_requests(demand.requests for demand in demands)
     able = [
         free_node
         for free_node in free_nodes
-        if free_node.has(requests) and others.nearness(free_node.node) <= nearest
+        if free_node.has(requests) and others.nearness(free_node.node) <= max_nearness
     ]
     # Only the cheapest node can win, so the nodes are searched in this order until one accepts all pods.
     able.sort(key=lambda node: _placement_cost(demands, (node.node.name,) * len(demands), by_name, others))
@@ -178,16 +183,16 @@ def _placement_cost(
     pods = [(demand, by_name[name]) for demand, name in zip(demands, nodes, strict=True)]
     # Each node counts once, because its loss ends the group once.
     nearness = {name: 0 if others is None else others.nearness(by_name[name].node) for name in nodes}
-    outweighing = {
+    decisive_nearness = {  # of the nodes with pods for which the distance comes first
         free_node.node.name: nearness[free_node.node.name]
         for demand, free_node in pods
         if others is not None and others.outweigh_devices_of(demand)
     }
     with_devices = [device_cost(demand, free_node) for demand, free_node in pods if demand.devices]
     without_devices = [device_cost(demand, free_node) for demand, free_node in pods if not demand.devices]
-    # A plan uses the smallest GPU of a role for all its pods. So the largest cost is compared before the sum.
+    # The smallest GPU of a role limits all pods of the role. So the largest cost is compared before the sum.
     return (
-        *_worst_and_sum(outweighing.values()),
+        *_worst_and_sum(decisive_nearness.values()),
         *_worst_and_sum(with_devices),
         sum(without_devices),
         *_worst_and_sum(nearness.values()),

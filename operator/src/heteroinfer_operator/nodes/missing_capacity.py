@@ -10,7 +10,9 @@ from heteroinfer_operator.nodes.placement import FreeNode, Obstacle, domains_of,
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms
 
 _MAX_NODES: Final = 3
+"""A message has at most this many names of nodes, or values of a topology key."""
 _MAX_REASONS: Final = 5
+"""A message has at most this many reasons why nodes cannot run a pod."""
 
 
 def describe_missing_capacity(
@@ -28,7 +30,7 @@ def describe_missing_capacity(
 def _describe_domains(
     keys: str, demands: Sequence[PodDemand], domains: Mapping[str, Sequence[FreeNode]]
 ) -> str:
-    """Describes, for each value of a topology key, the capacity that its nodes lack."""
+    """Describes, for each value of a topology key, the capacity that the nodes with this value lack."""
     reported = [f"{value}: {_describe_missing(demands, inside)}" for value, inside in domains.items()]
     more = f"; and {len(reported) - _MAX_NODES} more values" if len(reported) > _MAX_NODES else ""
     listed = "; ".join(reported[:_MAX_NODES])
@@ -52,7 +54,7 @@ def _describe_affinity_conflict(
             if (values := series.values(free_node.node.labels)) is not None:
                 domains.setdefault(", ".join(values), []).append(free_node)
         text = _describe_domains(", ".join(series.keys), members, dict(sorted(domains.items())))
-        return f"{text}; their podAffinity requires one value for all pods"
+        return f"{text}; podAffinity requires one value for all pods"
     return ""
 
 
@@ -62,7 +64,8 @@ def _describe_missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNod
     The first cause in this order is described: a kind of pods that does not fit even alone, an affinity that
     cannot be met, and the sum of all pods.
     """
-    for kind in group_equal_pods(demands):
+    kinds = group_equal_pods(demands)
+    for kind in kinds:
         count, requests = len(kind.pods), kind.demand.requests
         accepting_nodes = [
             free_node for free_node in free_nodes if not find_obstacle(kind.demand, free_node.node)
@@ -72,15 +75,17 @@ def _describe_missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNod
             need = f"needs {_describe_pods(count, demands[kind.pods[0]])} with {_format_amounts(requests)}"
             placeable_text = f", and there is capacity for {num_placeable}" if num_placeable else ""
             return f"{need}{placeable_text}; {_describe_obstacles(kind.demand, free_nodes)}"
-    if affinity_conflict := _describe_affinity_conflict(demands, group_equal_pods(demands), free_nodes):
+    if affinity_conflict := _describe_affinity_conflict(demands, kinds, free_nodes):
         return affinity_conflict
     needs = ", ".join(
         f"{_describe_pods(len(kind.pods), demands[kind.pods[0]])} with "
         f"{_format_amounts(kind.demand.requests)}"
-        for kind in group_equal_pods(demands)
+        for kind in kinds
     )
     affinity_text = (
-        " under their podAffinity and podAntiAffinity" if any(d.near or d.away for d in demands) else ""
+        " under their podAffinity and podAntiAffinity"
+        if any(demand.near or demand.away for demand in demands)
+        else ""
     )
     return f"each pod alone fits on a node, but not all pods together{affinity_text}: {needs}"
 
@@ -92,7 +97,8 @@ def _describe_pods(count: int, demand: PodDemand) -> str:
 def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
     """Describes why each node cannot run the pod. Lists nodes with the same reason together.
 
-    Nodes that lack capacity or a label come before nodes that reject the pod in any case.
+    Nodes that lack capacity or a label come before nodes that reject the pod in any case. Of both kinds, the
+    reason with the fewest nodes comes first.
     """
     if not free_nodes:
         return "there are no nodes"
@@ -100,13 +106,13 @@ def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> st
     for free_node in free_nodes:
         obstacle = find_obstacle(demand, free_node.node) or _describe_free_capacity(demand, free_node)
         by_obstacle.setdefault(obstacle, []).append(free_node)
-    order = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
+    by_importance = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
     reported = [
         f"{name_nodes([each.node.name for each in nodes])} {obstacle.describe(len(nodes))}"
         f"{_describe_limits(demand, nodes)}"
-        for obstacle, nodes in order[:_MAX_REASONS]
+        for obstacle, nodes in by_importance[:_MAX_REASONS]
     ]
-    num_others = sum(len(nodes) for _, nodes in order[_MAX_REASONS:])
+    num_others = sum(len(nodes) for _, nodes in by_importance[_MAX_REASONS:])
     return ", ".join(reported) + (f", {num_others} more nodes don't fit either" if num_others else "")
 
 
@@ -130,19 +136,19 @@ def _describe_free_capacity(demand: PodDemand, free_node: FreeNode) -> Obstacle:
 
 
 def _describe_limits(demand: PodDemand, nodes: Sequence[FreeNode]) -> str:
-    """Lists in parentheses the amounts that limit the number of pods on each node.
+    """Lists in parentheses the free amounts that limit the number of pods on each node.
 
-    The nodes have the same obstacle. Returns "" if the obstacle has the cause, because the nodes reject the
-    pod or have capacity for no pod, and if the amounts of the nodes differ.
+    The nodes have the same obstacle. Returns "" if the obstacle already contains the cause: the nodes reject
+    the pod, or have capacity for no pod. Also returns "" if the amounts of the nodes differ.
     """
     if find_obstacle(demand, nodes[0].node) or not nodes[0].max_pods(demand.requests):
         return ""
-    described = set()
+    texts = set()
     for node in nodes:
         one_more = node.max_pods(demand.requests) + 1
         limits = [name for name, each in demand.requests.items() if not node.has({name: one_more * each})]
-        described.add(_format_free_amounts(limits, node))
-    return f" ({described.pop()})" if len(described) == 1 and "" not in described else ""
+        texts.add(_format_free_amounts(limits, node))
+    return f" ({texts.pop()})" if len(texts) == 1 and "" not in texts else ""
 
 
 def _format_free_amounts(resources: Sequence[str], free_node: FreeNode) -> str:
@@ -176,4 +182,5 @@ def _format_amount(resource: str, value: float) -> str:
     """Formats an amount of a resource for messages."""
     if resource in ("memory", "ephemeral-storage"):
         return format_bytes(value)
-    return f"{value:.10g}" if "/" in resource or resource == "pods" else f"{value:.3g}"
+    is_count = "/" in resource or resource == "pods"  # a whole number, which .3g could round
+    return f"{value:.10g}" if is_count else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""The planned placement of a group's pods. The manifests of the pods contain it. Pure."""
+"""The planned placement of a group's pods. The manifests of the pods contain this placement. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -23,31 +23,30 @@ _LABEL_NOUNS: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "system", A
 def select_platform(fields: Manifest) -> dict[str, Any]:
     """Returns the fields of a pod spec with the default platform in the node selector or node affinity.
 
-    So users with images for another platform can select that platform. A default platform label is left out
-    if the node selector has the label. It is also left out of each term of the required node affinity that
+    Users with images for another platform can select that platform: a default label is left out if the node
+    selector has the label. A default label is also left out of each term of the required node affinity that
     selects the label by operator In. Another operator, such as NotIn, does not select a platform for which
     there are images.
 
-    If no term selects the label, the default is in the node selector. If only some terms do, the default is
-    in the other terms.
+    If no term selects the label, the default is in the node selector. If only some terms select the label,
+    the default is in the other terms.
     """
     given = fields.get("nodeSelector") or {}
     terms = required_node_terms(fields.get("affinity") or {})
     defaults: dict[str, str] = {}
-    mixed: dict[str, str] = {}
+    defaults_in_terms: dict[str, str] = {}
     for label, value in IMAGE_PLATFORM.items():
-        selecting = [_selects_label(term, label) for term in terms if not is_empty_term(term)]
-        if label not in given and not any(selecting):
+        term_selects = [_selects_label(term, label) for term in terms if not is_empty_term(term)]
+        if label not in given and not any(term_selects):
             defaults[label] = value
-        elif label not in given and not all(selecting):
-            mixed[label] = value
+        elif label not in given and not all(term_selects):
+            defaults_in_terms[label] = value
     selected = {**fields}
     if defaults or given:
         selected["nodeSelector"] = {**defaults, **given}
-    if mixed:
-        selected["affinity"] = replace_node_terms(
-            fields["affinity"], [_with_defaults(term, mixed) for term in terms]
-        )
+    if defaults_in_terms:
+        new_terms = [_with_defaults(term, defaults_in_terms) for term in terms]
+        selected["affinity"] = replace_node_terms(fields["affinity"], new_terms)
     return selected
 
 

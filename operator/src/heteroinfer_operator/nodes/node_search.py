@@ -1,12 +1,14 @@
 """Searches for nodes on which all pods of a group fit. Pure.
 
-The search places the pods that are hard to place first, and backtracks. It finds a placement if one exists,
-unless it reaches its limit of attempts. It knows only the requests of pods outside the group, so it checks
-affinity terms only among the pods of the group (`pod_affinity`).
+The search places the pods that are hard to place first, and backtracks. The search finds a placement if one
+exists, unless the limit of attempts is reached. The operator knows only the requests of pods outside the
+group, so the search checks affinity terms only among the pods of the group (`pod_affinity`). A *series* is a
+set of pods that must share one value of each topology key of their affinity terms.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, product
 from math import prod
 from typing import Final
@@ -40,7 +42,7 @@ class EqualPods:
 
 
 def group_equal_pods(demands: Sequence[PodDemand]) -> list[EqualPods]:
-    """Groups pods with equal demands."""
+    """Groups pods whose demands are equal apart from name and preferred node."""
     kinds: list[EqualPods] = []
     for index, demand in enumerate(demands):
         demand_of_kind = replace(demand, name="", preferred_node="")
@@ -76,11 +78,12 @@ def search_nodes(
         ]
         if not _is_enough(kind, kind.free_nodes):
             return None
-        kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
-    choices = [find_topology_values(series, kinds) for series in terms.series]
-    num_searches = max(searches * prod(map(len, choices)), 1)  # one for each combination of topology values
+        kind.free_nodes.sort(key=partial(preference, kind.demand, others=others))
+    values_by_series = [find_topology_values(series, kinds) for series in terms.series]
+    num_combinations = prod(map(len, values_by_series))  # of topology values; each has a search of its own
+    num_searches = max(searches * num_combinations, 1)
     max_tries = max(_MAX_TRIES // num_searches, _MIN_TRIES, 4 * len(demands))
-    for chosen_values in islice(product(*choices), _MAX_CHOICES):
+    for chosen_values in islice(product(*values_by_series), _MAX_CHOICES):
         found = _search_with_values(demands, kinds, terms, chosen_values, max_tries)
         if found is not None:
             return found
@@ -88,7 +91,7 @@ def search_nodes(
 
 
 def _is_enough(kind: EqualPods, free_nodes: Sequence[FreeNode]) -> bool:
-    """Reports whether these nodes have capacity for all pods of a kind, if no other pods need it."""
+    """Reports whether these nodes have capacity for all pods of a kind, without any other pods."""
     return sum(free_node.max_pods(kind.demand.requests) for free_node in free_nodes) >= len(kind.pods)
 
 
@@ -98,9 +101,9 @@ def _nodes_with_values(series: PodSeries, values: Values, free_nodes: Sequence[F
 
 
 def find_topology_values(series: PodSeries, kinds: Sequence[EqualPods]) -> list[Values]:
-    """Returns the topology values whose nodes have capacity for the pods of a series, preferred values first.
+    """Returns the topology values whose nodes have capacity for the pods of a series, in the nodes' order.
 
-    Checks the capacity for each kind of these pods alone: the search then checks all kinds together.
+    Checks the capacity for each kind of these pods alone. The search later checks all kinds together.
     """
     members = [kinds[index] for index in sorted(series.kinds)]
     values_of_nodes = dict.fromkeys(
@@ -153,8 +156,8 @@ def preference(
     """Returns the sort key of a node for a pod; the node with the smallest key is the best.
 
     The best node has the devices that suit the pod best. Of equal nodes, nodes with fewer other groups of the
-    resource are better, then fuller nodes. If the distance to other groups outweighs the devices, it comes
-    first.
+    resource are better, then fuller nodes. If the distance to other groups outweighs the devices, the
+    distance comes first.
     """
     cost = device_cost(demand, free_node)
     nearness = 0 if others is None else others.nearness(free_node.node)
@@ -196,7 +199,7 @@ class _Search:
 
     Attributes:
         terms: affinity between the pods.
-        kind_of: index into `terms.kinds` of each pod. It differs from the index into `kinds`, which are
+        kind_of: index into `terms.kinds` of each pod. The index into `kinds` differs, because `kinds` are
             sorted.
     """
 
@@ -205,7 +208,7 @@ class _Search:
     terms: GroupTerms
     kind_of: Mapping[int, int]
     tries_left: int
-    """Number of placements that the search may still try; negative after it gave up."""
+    """Number of placements that the search may still try; negative after the search gave up."""
     chosen: dict[int, FreeNode] = field(default_factory=dict)
     before: dict[FreeNode, dict[str, float]] = field(default_factory=dict)
     """Free capacity of each used node before the search."""
@@ -304,7 +307,10 @@ class _Search:
         self._reserve(kind, self.chosen.pop(pod), -1)
 
     def _reserve(self, kind: int, free_node: FreeNode, pods: int) -> None:
-        """Reserves capacity for `pods` pods of a kind on a node. -1 releases the capacity of one pod."""
+        """Reserves capacity for `pods` pods of a kind on a node, and updates the counts of pods.
+
+        -1 releases the capacity of one pod.
+        """
         free_node.reserve(self.kinds[kind].demand.requests, times=pods)
         for index, num_fit_on in enumerate(self.num_fit_on):
             if free_node in num_fit_on:
@@ -315,7 +321,7 @@ class _Search:
 
     def _are_terms_met(self, pod: int, free_node: FreeNode) -> bool:
         """Reports whether the placed pods, to which this pod now belongs, meet their affinity terms."""
-        for other, other_node in self.chosen.items():
+        for other, other_node in self.chosen.items():  # anti-affinity: no equal topology value
             keys = self.terms.away[self.kind_of[pod]][self.kind_of[other]]
             if other != pod and any(_have_same_value(free_node, other_node, key) for key in keys):
                 return False
@@ -331,18 +337,23 @@ class _Search:
         )
 
     def _may_be_near(self, pod: int) -> bool:
-        """Reports whether a placed pod is near its required peers, or some peers are not placed yet."""
+        """Reports whether a placed pod is near its peers, or may still be: some peers are not placed yet.
+
+        The peers of a pod are the other pods of the group that match all its required affinity terms.
+        """
         kind = self.kind_of[pod]
         peers, keys = self.terms.peers[kind], [term["topologyKey"] for term in self.demands[pod].near]
         others = [other for other, other_kind in self.kind_of.items() if other != pod and other_kind in peers]
         if any(other not in self.chosen for other in others):
             return True
         places = [self.chosen[other] for other in others]
-        counted = [place for place in places if any(key in place.node.labels for key in keys)]
-        if not counted:  # only a pod that matches its own terms may be the first of a series
+        places_with_key = [place for place in places if any(key in place.node.labels for key in keys)]
+        if not places_with_key:  # only a pod that matches its own terms may be the first of a series
             return not peers or kind in peers
         # Different pods may satisfy different topology keys.
-        return all(any(_have_same_value(self.chosen[pod], place, key) for place in counted) for key in keys)
+        return all(
+            any(_have_same_value(self.chosen[pod], place, key) for place in places_with_key) for key in keys
+        )
 
 
 def _have_same_value(one: FreeNode, other: FreeNode, key: str) -> bool:

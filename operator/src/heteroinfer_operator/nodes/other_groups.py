@@ -1,4 +1,4 @@
-"""Locations of a resource's other groups. A group prefers nodes and zones without them. Pure."""
+"""Locations of a resource's other groups. A group prefers nodes and zones without other groups. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -51,11 +51,11 @@ class OtherGroups:
         """Returns whether any given node has a pod of another group."""
         return any(name in self.nodes for name in names)
 
-    def shared(self, names: Iterable[str]) -> tuple[int, int]:
-        """Returns two numbers of other groups with which a group would share nodes; less is better.
+    def count_shared(self, names: Iterable[str]) -> tuple[int, int]:
+        """Returns the largest number of other groups on one of these nodes, and the sum over all nodes.
 
-        The first number is the largest number of other groups on a node. The loss of a node ends at most this
-        many other groups together with the group. The second number is the sum over all given nodes.
+        As a sort key, a smaller result is better: the loss of a node ends at most the first number of other
+        groups together with a group on these nodes.
         """
         on_nodes = [self.nodes.get(name, 0) for name in set(names)]
         return max(on_nodes, default=0), sum(on_nodes)
@@ -65,17 +65,18 @@ class OtherGroups:
         return self.outweigh_devices and (bool(demand.devices) or not self.spare_devices)
 
     def nearness(self, node: NodeView) -> int:
-        """Returns a number that is larger for a node with more other groups, then with more in its zone.
+        """Returns a number that grows with the number of other groups on a node.
 
-        It is 0 only if neither the node nor its zone has another group.
+        Of two nodes with equally many other groups, the node with more other groups in its zone has the
+        larger number. The number is 0 only if neither the node nor its zone has another group.
         """
         more_than_any_zone = max(self.zones.values(), default=0) + 1
-        in_zone = self.zones.get(node.labels.get(ZONE, ""), 0)
-        return self.nodes.get(node.name, 0) * more_than_any_zone + in_zone
+        groups_in_zone = self.zones.get(node.labels.get(ZONE, ""), 0)
+        return self.nodes.get(node.name, 0) * more_than_any_zone + groups_in_zone
 
 
 def apart_terms(resource: str, group: int) -> list[dict[str, Any]]:
-    """Returns preferred anti-affinity terms of a group's pods against the resource's other groups."""
+    """Returns anti-affinity terms by which a group's pods prefer nodes and zones without other groups."""
     selector = {
         "matchLabels": {names.LABEL_RESOURCE: resource, names.LABEL_COMPONENT: names.COMPONENT_WORKER},
         "matchExpressions": [{"key": names.LABEL_GROUP, "operator": "NotIn", "values": [str(group)]}],

@@ -20,7 +20,7 @@ class FreeNode:
     """A node and its free resources. Equal to itself only.
 
     Attributes:
-        free: free amount by resource name. `reserve` reduces it.
+        free: free amounts by resource name. `reserve` reduces these amounts.
         by_priority: used and reserved amounts, by the priority of their pods.
     """
 
@@ -44,7 +44,10 @@ class FreeNode:
         return any(other < priority for other in self.by_priority)
 
     def without_lower_priority(self, priority: int) -> "FreeNode":
-        """Returns the node as if the scheduler had preempted all pods of lower priority."""
+        """Returns the node as if the scheduler had preempted all pods of lower priority.
+
+        `by_priority` of the result is empty, because no further pod can be preempted.
+        """
         freed = sum_requests(taken for other, taken in self.by_priority.items() if other < priority)
         free = {name: left + freed.get(name, 0.0) for name, left in self.free.items()}
         return FreeNode(node=self.node, free=free, reserved=self.reserved)
@@ -87,11 +90,11 @@ class FreeNode:
 
 
 def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = ()) -> list[FreeNode]:
-    """Returns the free resources of each node after placing the pods that have no node yet.
+    """Returns the free resources of each node, less those reserved for pods that have no node yet.
 
-    A pod without a node takes its preferred node if it fits there, otherwise the first node on which it fits.
-    If it fits on no node, it takes its preferred node if preemption would free enough capacity there.
-    Otherwise it takes no capacity.
+    A pod without a node takes capacity of its preferred node if the pod fits there, otherwise of the first
+    node on which the pod fits. A pod that fits on no node takes capacity of its preferred node if preemption
+    would free enough there. Otherwise the pod takes no capacity.
 
     The nodes are in the order of their names, so that the same cluster always gives the same placements.
 
@@ -101,23 +104,8 @@ def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = 
     free_nodes = [FreeNode.from_node(node) for node in sorted(nodes, key=lambda each: each.name)]
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     num_full: dict[Hashable, int] = {}
-    """For each kind of pod, the number of nodes at the beginning of `free_nodes` on which it does not fit.
-
-    These nodes need no second check, because this loop only reduces free capacity.
-    """
     for demand in reserved:
-        preferred = by_name.get(demand.preferred_node)
-        target = preferred if preferred is not None and _can_place(demand, preferred) else None
-        if target is None:
-            kind = _demand_key(demand)
-            index = num_full.get(kind, 0)
-            while index < len(free_nodes) and not _can_place(demand, free_nodes[index]):
-                index += 1
-            num_full[kind] = index
-            if index < len(free_nodes):
-                target = free_nodes[index]
-            elif preferred is not None and _can_place_by_preemption(demand, preferred):
-                target = preferred
+        target = _choose_node(demand, by_name.get(demand.preferred_node), free_nodes, num_full)
         if target is None:
             continue
         target.reserve(demand.requests)
@@ -126,6 +114,34 @@ def build_free_nodes(nodes: Sequence[NodeView], reserved: Sequence[PodDemand] = 
             taken = target.by_priority.get(demand.priority, {})
             target.by_priority[demand.priority] = sum_requests((taken, demand.requests))
     return free_nodes
+
+
+def _choose_node(
+    demand: PodDemand,
+    preferred: FreeNode | None,
+    free_nodes: Sequence[FreeNode],
+    num_full: dict[Hashable, int],
+) -> FreeNode | None:
+    """Returns the node of which a pod without a node takes capacity, or None.
+
+    Args:
+        preferred: node that the pod prefers.
+        num_full: for each kind of pod, the number of nodes at the beginning of `free_nodes` on which the kind
+            does not fit. These nodes need no second check, because free capacity only falls. This function
+            updates the number.
+    """
+    if preferred is not None and _can_place(demand, preferred):
+        return preferred
+    kind = _demand_key(demand)
+    index = num_full.get(kind, 0)
+    while index < len(free_nodes) and not _can_place(demand, free_nodes[index]):
+        index += 1
+    num_full[kind] = index
+    if index < len(free_nodes):
+        return free_nodes[index]
+    if preferred is not None and _can_place_by_preemption(demand, preferred):
+        return preferred
+    return None
 
 
 def _can_place(demand: PodDemand, free_node: FreeNode) -> bool:
@@ -140,7 +156,7 @@ def _can_place_by_preemption(demand: PodDemand, free_node: FreeNode) -> bool:
 
 
 def _demand_key(demand: PodDemand) -> Hashable:
-    """Returns a key that is equal for pods with equal demands."""
+    """Returns a key of the fields that `_can_place` reads: pods with equal keys fit on the same nodes."""
     requirements = frozenset(demand.requests.items()), frozenset(demand.node_selector.items())
     return requirements, repr((demand.node_terms, demand.tolerations, demand.near, demand.mounts_images))
 
@@ -180,10 +196,13 @@ def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
 
     A specific cause comes first: a selector that does not match may have one of the other causes.
     """
-    taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
+    taint = next(
+        (each for each in node.taints if each.keeps_away and not tolerates(demand.tolerations, each)), None
+    )
     if taint is not None:
         return Obstacle(excludes=True, rest=f"tainted {taint}")
-    key = next((t["topologyKey"] for t in demand.near if t["topologyKey"] not in node.labels), None)
+    topology_keys = [term["topologyKey"] for term in demand.near]
+    key = next((key for key in topology_keys if key not in node.labels), None)
     if key is not None:
         return Obstacle(excludes=False, rest=f"no label {key}, which the pod's podAffinity names")
     if other_platform := describe_other_platform(demand.node_selector, node.labels):
@@ -219,7 +238,7 @@ def device_cost(demand: PodDemand, free_node: FreeNode) -> float:
 def device_memory_label(resource: str) -> str:
     """Returns the node label with the memory of one device in MiB, which GPU feature discovery sets.
 
-    It is `<resource>.memory`: `nvidia.com/gpu.memory`, `nvidia.com/mig-1g.10gb.memory`
+    The label is `<resource>.memory`: `nvidia.com/gpu.memory`, `nvidia.com/mig-1g.10gb.memory`
     (NVIDIA/k8s-device-plugin, docs/gpu-feature-discovery).
     """
     return f"{resource}.memory"

@@ -42,7 +42,7 @@ class PodSeries:
     keys: tuple[str, ...]
 
     def values(self, labels: NodeLabels) -> Values | None:
-        """Returns a node's values of the keys; None if it lacks a key."""
+        """Returns a node's values of the keys; None if the node lacks a key."""
         values = tuple(labels[key] for key in self.keys if key in labels)
         return values if len(values) == len(self.keys) else None
 
@@ -82,7 +82,7 @@ class GroupTerms:
 
     @cached_property
     def series(self) -> tuple[PodSeries, ...]:
-        """Kinds that must share one place. They have the same terms, and no other kind matches these."""
+        """Series of the group: kinds with the same terms, which all these kinds and no other kind match."""
         found = []
         for kind, peers in enumerate(self.peers):
             if kind != min(peers, default=None):  # the first kind of a series stands for all its kinds
@@ -98,7 +98,7 @@ class GroupTerms:
         return not any(self.peers)
 
     def is_placed_in_any_order(self, pods: Sequence[int], labels: Sequence[NodeLabels]) -> bool:
-        """Checks whether the scheduler places all pods on these nodes, with whichever pod it begins.
+        """Checks whether the scheduler places all pods on these nodes, whichever pod it places first.
 
         Args:
             pods: kind of each pod.
@@ -117,12 +117,12 @@ class GroupTerms:
         return all(self._all_fit([first, *classes]) for first in classes)
 
     def _all_fit(self, order: Sequence["_PodClass"]) -> bool:
-        """Reports whether the scheduler places all pods if it tries them in this order.
+        """Reports whether the scheduler places all pods if it tries the pods in this order.
 
         Like the scheduler, this method tries a pod that does not fit yet again later.
 
         Args:
-            order: classes of pods. If it contains a class twice, only the first place counts.
+            order: classes of pods. If a class occurs twice, only the first place counts.
         """
         waiting, placed = list(dict.fromkeys(order)), list[_PodClass]()
         while waiting:
@@ -179,9 +179,9 @@ def selects(term: Manifest, own: PodDemand, other: PodDemand) -> bool:
 def _is_about_own_namespace(term: Manifest, namespace: str) -> bool:
     """Checks whether a term matches pods of the group's namespace.
 
-    The operator knows the name of a namespace but not its other labels. It assumes that a selector of other
-    labels matches. So a group may wait for nodes that it does not need, but it never starts with only a part
-    of its pods.
+    The operator knows the name of a namespace but not its other labels. The operator assumes that a selector
+    of other labels matches. So a group may wait for nodes that it does not need, but it never starts with
+    only a part of its pods.
     """
     listed, selector = term.get("namespaces") or (), term.get("namespaceSelector")
     if not listed and selector is None:  # such a term is about the pod's own namespace

@@ -30,7 +30,7 @@ class PriorityClassView:
         """Reads a stored PriorityClass.
 
         Raises:
-            UnreadableError: a field is missing or has the wrong type.
+            UnreadableError: the name is missing, or a field has the wrong type.
         """
         return cls(
             name=as_name(as_object(stored.get("metadata"), "metadata").get("name"), "name"),
@@ -41,9 +41,9 @@ class PriorityClassView:
 
 
 def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | None) -> int | None:
-    """Returns the priority of a pod of this class if the scheduler may preempt pods for it, otherwise None.
+    """Returns the priority below which the scheduler may preempt other pods for a pod of this class.
 
-    The scheduler may preempt all pods of a priority below the result.
+    Returns None if the scheduler preempts no pods for such a pod, or if the classes are unknown.
 
     Args:
         class_name: name of the class; "" for the cluster's default class.

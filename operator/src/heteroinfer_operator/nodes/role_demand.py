@@ -77,7 +77,7 @@ def _with_feed_forward(resources: Mapping[str, Any], feed_forward: FeedForwardSp
         # The API server copies a limit without a request into the request.
         base = requests.get(resource, limits.get(resource, "0"))
         requests[resource] = format_quantity(parse_quantity(base) + added)
-        if resource in limits:
+        if resource in limits:  # a role without a limit stays without one
             limits[resource] = format_quantity(parse_quantity(limits[resource]) + added)
     return {**resources, "requests": requests, **({"limits": limits} if limits else {})}
 

@@ -31,13 +31,15 @@ class Advice:
 def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inventory) -> Advice:
     """Returns notes on a plan with GPU and CPU ranks.
 
-    They report unknown GPU memory, GPUs that wait for CPUs in every layer, and CPU ranks that are not needed.
+    The notes report unknown GPU memory, GPUs that wait for CPUs in every layer, and CPU ranks that are not
+    needed.
     """
     if not topology.is_mixed:
         return Advice()
     notes = _waiting_notes(plan) if topology.has_mixed_stage else ()
     gpu_seats = [seat for stage in topology.stages for seat in stage if seat.placed.device is Device.GPU]
-    # The largest floor counts: that of a GPU in both the first and the last stage.
+    # The floor of a GPU that is in both the first and the last stage, which is the largest. NCCL's buffers
+    # are left out (gpus=1).
     floor = GpuFloor.for_settings(profile, plan.engine, topology.tensor).total(
         embeds=True, samples=True, gpus=1
     )
@@ -65,8 +67,8 @@ def _waiting_notes(plan: Plan) -> tuple[str, ...]:
     )
     waiting = (
         f"every layer waits for its CPU ranks: a decode step reads weights for about "
-        f"{all_ranks_s * 1e3:.1f} ms on CPUs and {gpus_s * 1e3:.1f} ms on GPUs. Mode Pipeline gives CPUs "
-        "only the layers that the GPUs cannot hold, and keeps CUDA graphs"
+        f"{all_ranks_s * 1e3:.1f} ms on CPUs and {gpus_s * 1e3:.1f} ms on GPUs. If this is too slow, use "
+        "mode Pipeline, which gives CPUs only the layers that the GPUs cannot hold, and keeps CUDA graphs"
     )
     return (str(eager_reason(plan)), waiting)
 
@@ -92,7 +94,7 @@ def _gpus_fit_all(
 
 def _one_gpu_bytes(plan: Plan, profile: ModelProfile) -> int:
     """Returns the bytes of the model and of the KV cache for one full-length request on a single GPU."""
-    one_gpu_sizes = Sizes.for_settings(profile, plan.engine, 1, batches=1)
+    one_gpu_sizes = Sizes.for_settings(profile, plan.engine, tensor=1, batches=1)
     weights = one_gpu_sizes.layer_weight_bytes(0, profile.num_layers) + one_gpu_sizes.table_bytes(
         0, 1, Device.GPU
     )

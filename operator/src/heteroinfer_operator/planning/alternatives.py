@@ -46,9 +46,12 @@ def describe_alternatives(
     if mode is not Mode.FEED_FORWARD and _succeeds(lambda: check_feed_forward("gpu", profile, engine)):
         alternatives.append(f"mode FeedForward, with {_feed_forward_memory(profile, engine)}")
     if mode is Mode.FEED_FORWARD and cpus:
-        first = Device.GPU
-        # Two stages are the fewest with GPUs and CPUs in mode Pipeline.
-        if _succeeds(lambda: check_support(profile, engine, cpus, stages=2, tensor=1, first=first)):
+
+        def check_pipeline() -> object:
+            # Two stages are the fewest with GPUs and CPUs in mode Pipeline.
+            return check_support(profile, engine, cpus, stages=2, tensor=1, first=Device.GPU)
+
+        if _succeeds(check_pipeline):
             memory = format_bytes(_whole_model_bytes(profile, engine, Device.CPU))
             alternatives.append(f"mode Pipeline, with CPU roles of {memory} of memory in all")
     gpu_memory = format_bytes(int(_whole_model_bytes(profile, engine, Device.GPU) / GPU_USABLE))
@@ -77,7 +80,7 @@ def _feed_forward_memory(profile: ModelProfile, engine: EngineSettings) -> str:
     """Returns the GPU and host memory that mode FeedForward needs with all layers on CPU ranks, as text."""
     remote = largest_feed_forward_part(profile)
     stage_bytes = _whole_model_bytes(remote.remaining, engine, Device.GPU)
-    floor = GpuFloor.for_settings(profile, engine, 1).total(embeds=True, samples=True, gpus=1)
+    floor = GpuFloor.for_settings(profile, engine, tensor=1).total(embeds=True, samples=True, gpus=1)
     gpu_memory = format_bytes(max(ceil(stage_bytes / GPU_USABLE), stage_bytes + floor))
     host_bytes = rank_weight_bytes(remote, engine, 0) + peak_extra_bytes(remote, engine, (0,))
     host_memory = format_bytes(host_bytes + profile.host_table_bytes)
@@ -86,5 +89,5 @@ def _feed_forward_memory(profile: ModelProfile, engine: EngineSettings) -> str:
 
 def _whole_model_bytes(profile: ModelProfile, engine: EngineSettings, device: Device) -> int:
     """Returns the bytes that one rank with the whole model needs on this device."""
-    sizes = Sizes.for_settings(profile, engine, 1, batches=1)
+    sizes = Sizes.for_settings(profile, engine, tensor=1, batches=1)
     return sizes.needed_bytes(0, profile.num_layers, device) + sizes.table_bytes(0, 1, device)

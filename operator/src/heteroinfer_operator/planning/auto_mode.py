@@ -133,10 +133,10 @@ def _check_rules(spec: HeteroInferenceSpec) -> None:
 def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec) -> tuple[_TriedMode, bool]:
     """Returns the mode to use, and whether the choice is certain.
 
-    Modes with known memory come first, then modes whose pods have free capacity now. Among the modes with
-    known memory, the fastest that keeps `engine.maxTimeBetweenTokens` is chosen; if none keeps it, the mode
-    with the least time between tokens. If no mode's memory is known, the roles decide, and the choice is
-    certain only if a single mode fits.
+    Modes with known memory come first, then modes whose pods have free capacity now. Among modes with known
+    memory, this function chooses the fastest mode that keeps `engine.maxTimeBetweenTokens`, or, if no mode
+    keeps this limit, the mode with the least time between tokens. If no mode's memory is known, the choice
+    follows from the roles. In that case the choice is certain only if a single mode fits.
     """
     with_known_memory = [fitting for fitting in fitting_modes if fitting.knows_all_memory]
     candidates = with_known_memory or fitting_modes
@@ -154,7 +154,8 @@ def _choose_best(fitting_modes: Sequence[_TriedMode], spec: HeteroInferenceSpec)
 def _excess_and_time(tried: _TriedMode) -> tuple[float, float]:
     """Returns the sort key of a mode; the mode with the smallest key is chosen.
 
-    The key is the time between tokens if it exceeds its limit (otherwise 0), then the time of the load.
+    The key is the time between tokens if this time exceeds its limit (otherwise 0), then the time of the
+    load.
     """
     assert tried.planned is not None and tried.figures is not None  # noqa: PT018 - for mypy
     return exceeding_s(tried.planned), tried.figures.total_s
@@ -175,7 +176,7 @@ def _choose_error(tried: Sequence[_TriedMode]) -> PlanError:
     """Returns the error of a spec for which no mode has a plan.
 
     A Shortage is returned first, because that mode will fit when capacity becomes free. A single error is
-    returned as it is. Otherwise the message has the lines that all modes share, then the other lines of each
+    returned unchanged. Otherwise the message has the lines that all modes share, then the other lines of each
     mode, then the line with alternatives.
     """
     errors = [each.error for each in tried if each.error is not None]
@@ -208,19 +209,19 @@ def _memory_gains(
 ) -> Iterator[str]:
     """Yields a line for each mode that would fit with more memory and be faster than the chosen mode.
 
-    Only modes that failed for lack of memory count: FeedForward, and Pipeline with the GPUs only. The line
+    Considers only FeedForward, and Pipeline with the GPUs only, if they failed for lack of memory. The line
     has the smallest memory size with which the mode fits.
     """
     assert best.planned is not None and best.figures is not None  # noqa: PT018 - for mypy
     inventory, chosen_s = best.planned.inventory, best.figures.total_s
-    modes_without_memory = [
+    modes_that_lack_memory = [
         each.chosen
         for each in tried
         if each.error is not None and each.error.reason == PlanReason.INSUFFICIENT_MEMORY
         if each.chosen.mode is Mode.FEED_FORWARD
         or (each.chosen.gpu_only and each.chosen.mode is Mode.PIPELINE)
     ]
-    for chosen in modes_without_memory:
+    for chosen in modes_that_lack_memory:
         for memory, spec in _with_more_memory(chosen.apply_to(request.spec), inventory):
             try:
                 planned = plan_within_limit(replace(request, spec=spec), inventory)
@@ -235,9 +236,10 @@ def _memory_gains(
 def _with_more_memory(
     spec: HeteroInferenceSpec, inventory: Inventory
 ) -> Iterator[tuple[str, HeteroInferenceSpec]]:
-    """Yields descriptions and specs with larger and larger memory.
+    """Yields descriptions and specs with larger and larger memory of the first GPU role.
 
-    In mode FeedForward the memory of feed-forward ranks grows, in other modes the memory of the GPUs.
+    In mode FeedForward the memory of the role's feed-forward ranks grows, in other modes the memory of its
+    GPUs.
     """
     role = next((each for each in spec.roles if each.device is Device.GPU), spec.roles[0])
     feed_forward = role.feed_forward

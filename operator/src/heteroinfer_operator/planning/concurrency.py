@@ -38,7 +38,7 @@ def requests_at_once(planned: Planned, tokens: int) -> int:
 def concurrent_requests(planned: Planned, load: LoadSpec) -> int:
     """Returns how many requests of a load run at the same time; at least 1.
 
-    Each request counts with all of its prompt and output, as shortly before its end.
+    Each request counts with all tokens of its prompt and output, as shortly before the end of the request.
     """
     tokens = min(load.prompt_tokens + load.output_tokens, planned.plan.engine.max_model_len)
     return max(min(load.requests, requests_at_once(planned, tokens)), 1)

@@ -122,7 +122,8 @@ def _choose_block_size(profile: ModelProfile, settings: EngineSettings, tensor: 
 
 def _choose_dtype(spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: bool) -> str:
     """Returns the element type of weights and activations; raises PlanError for an unknown type."""
-    # vLLM's own auto turns float32 into a 16-bit type that depends on the device.
+    # The plan passes a type to vLLM instead of auto, with which vLLM would turn float32 into a 16-bit type
+    # that depends on the device.
     dtype = profile.dtype if spec.engine.dtype is DType.AUTO else spec.engine.dtype.value
     if spec.engine.dtype is DType.AUTO and has_cpu and profile.scheme.name in FOUR_BITS:
         # These checkpoints name float16. On CPUs, vLLM's kernel for float16 is ten times slower than that for

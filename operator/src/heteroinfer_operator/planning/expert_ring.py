@@ -1,4 +1,4 @@
-"""The ring: GPU memory for a part of the feed-forward ranks' experts, and the time of its work. Pure.
+"""The ring: GPU memory for a part of the feed-forward ranks' experts, and the time of the GPU's work. Pure.
 
 The worker divides the ring into slots for copied experts, and room for the unpacked experts of one slot
 (vllm_heteroinfer/feed_forward/ring_slots.py).
@@ -113,7 +113,8 @@ class ExpertRing:
             gpu: rates of the GPU.
         """
         early_part = min(min(SLOTS * self.experts_per_slot / each.experts, 1.0) for each in self.layers)
-        # The host's memory limits copies of several GPUs. Its rate is assumed to be that of one link.
+        # The host's memory limits copies of several GPUs. The host's rate is assumed to be the rate of one
+        # link.
         copy_s = self.gpus * sum(each.count * each.packed_bytes for each in self.layers) / gpu.link
         compute_s = sum(each.count * self._compute_s(each, rows, gpu) for each in self.layers)
         return RingTimes(copy_s=copy_s, compute_s=compute_s, early_part=early_part)
@@ -123,7 +124,8 @@ class ExpertRing:
         element, choices = self.element_bytes, rows * layer.chosen
         unpacked_bytes = layer.experts * 3 * layer.inner * self.hidden * element
         # For each slot, the GPU writes and reads the intermediate values of all choices: gate, up, the
-        # activation of both (3 * inner) and the result (hidden). It adds the results to a sum in float32.
+        # activation of both (3 * inner) and the result (hidden). Then the GPU adds the results to a sum in
+        # float32.
         choice_bytes = choices * 2 * (3 * layer.inner + self.hidden) * element
         sum_bytes = rows * self.hidden * (2 * 4 + element)
         slots = ceil(layer.experts / self.experts_per_slot)

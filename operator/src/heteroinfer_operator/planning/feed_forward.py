@@ -99,8 +99,8 @@ class FeedForwardPart:
         return self.ranks // self.tensor
 
     @property
-    def weights(self) -> tuple[int, ...]:
-        """Planned share of each rank of one rank with attention, relative to the others."""
+    def relative_shares(self) -> tuple[int, ...]:
+        """Relative share of each feed-forward rank of one GPU; equal if the plan has no shares."""
         return self.shares or (1,) * self.ranks_per_gpu
 
     @property
@@ -119,15 +119,16 @@ def choose_feed_forward_part(
 ) -> FeedForwardPart:
     """Returns the part of the model that feed-forward ranks compute.
 
-    It has the number of layers that the user set, otherwise the smallest number that leaves the rank with
-    attention enough memory for the KV cache of one full-length request. The layers that read the smallest
-    part of their weights in a step come first, because CPUs compute them fastest.
+    The part has the number of layers that the user set. Otherwise it has the smallest number that leaves the
+    rank with attention enough memory for the KV cache of one full-length request. Layers of which a step
+    reads the smallest part of the weights move first, because CPUs compute such layers fastest.
 
     Args:
         roles: all roles of the group.
 
     Raises:
-        PlanError: the model has fewer layers, or no allowed number of layers fits.
+        PlanError: the user's number exceeds the model's layers, no allowed number of layers fits, or the
+            ranks cannot divide a layer.
     """
     role = topology.stages[0][0].placed.role
     sets = rank_sets(role, roles, inventory)
@@ -147,16 +148,9 @@ def choose_feed_forward_part(
     by_experts = _is_by_experts(ranks_per_gpu, profile, all_layers, topology.tensor)
     build = partial(build_feed_forward_part, sets, profile, by_experts=by_experts, tensor=topology.tensor)
     largest = build(choose_layers(groups, set_by_user))
-    check_stage = partial(_check_stage_rank, role.name, topology, largest, num_movable, engine, inventory)
-    try:
-        check_stage()
-    except PlanError:
-        # No number of layers fits. `run_all_checks` repeats the check, and raises its error together with the
-        # errors of the feed-forward ranks, so that users see all missing memory at once.
-        largest = replace(largest, shares=_planned_shares(largest, engine, inventory))
-        run_all_checks(check_stage, *_memory_checks(role.name, largest, engine))
+    _check_largest_part(role.name, topology, largest, num_movable, engine, inventory)
     counts = range(1, num_movable + 1) if set_by_user is None else (set_by_user,)
-    for count in counts:  # at least the last count fits, because `check_stage` found no error
+    for count in counts:  # at least the last count fits, because `_check_largest_part` found no error
         remote = build(choose_layers(groups, count))
         if stage_rank_missing_bytes(topology, remote.remaining, engine, inventory) <= 0:
             break
@@ -166,27 +160,49 @@ def choose_feed_forward_part(
     return remote
 
 
-def _check_stage_rank(
+def _check_largest_part(
     role: str,
     topology: Topology,
     largest: FeedForwardPart,
-    num_layers: int,
+    num_movable: int,
     engine: EngineSettings,
     inventory: Inventory,
 ) -> None:
     """Raises PlanError if the rank with attention lacks memory, even with the largest allowed part on CPUs.
 
+    The error also names the memory that feed-forward ranks lack, so that users see all missing memory at
+    once.
+
     Args:
+        role: role of the rank with attention.
         largest: part with the layers that the user set, or with all layers that can move.
-        num_layers: number of layers with experts or an MLP.
+        num_movable: number of layers with experts or an MLP.
     """
+    check_stage = partial(_check_stage_rank, role, topology, largest, num_movable, engine, inventory)
+    try:
+        check_stage()
+    except PlanError:
+        # `run_all_checks` repeats the check, and raises its error together with the errors of other checks.
+        with_shares = replace(largest, shares=_planned_shares(largest, engine, inventory))
+        run_all_checks(check_stage, *_memory_checks(role, with_shares, engine))
+
+
+def _check_stage_rank(
+    role: str,
+    topology: Topology,
+    largest: FeedForwardPart,
+    num_movable: int,
+    engine: EngineSettings,
+    inventory: Inventory,
+) -> None:
+    """Raises PlanError if the rank with attention lacks memory. `_check_largest_part` has the same Args."""
     missing_bytes = stage_rank_missing_bytes(topology, largest.remaining, engine, inventory)
     if missing_bytes > 0:
         raise PlanError(
             f"role {role}: {format_bytes(missing_bytes)} of memory is missing on its rank. The rank holds "
             f"the model without the experts or MLPs of {_format_layers(len(largest.layers))}, and the KV "
             f"cache for one request of {engine.max_model_len:,} tokens. "
-            f"{'Raise feedForward.layers, use' if len(largest.layers) < num_layers else 'Use'} a larger "
+            f"{'Raise feedForward.layers, use' if len(largest.layers) < num_movable else 'Use'} a larger "
             "device, or lower engine.maxModelLen",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
@@ -204,17 +220,17 @@ def _memory_checks(
 def _check_lanes(sets: Sequence[RankSet]) -> None:
     """Raises PlanError if the rank with attention needs more lanes (places for asks) than its slab has.
 
-    Each feed-forward rank in the pod of this rank takes a lane. Each other pod takes a single lane for all of
-    its feed-forward ranks.
+    Each feed-forward rank in the pod of this rank takes a lane. Each other pod takes a single lane for all
+    feed-forward ranks of the pod.
     """
     lanes = sum(each.pods or each.per_pod for each in sets)
     if lanes > MAX_LANES:
         largest = max(sets, key=lambda each: each.pods)  # fewer pods of this role free the most lanes
         raise PlanError(
             f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods} (got "
-            f"{largest.pods}), because a GPU rank has {MAX_LANES} lanes: each feed-forward rank in its own "
-            "pod takes a lane, and each other pod takes one. Use fewer pods, and raise ranksPerPod and "
-            "resources",
+            f"{largest.pods}), because a GPU rank has {MAX_LANES} lanes (places for its requests). "
+            "Each feed-forward rank in the GPU's pod takes a lane, and each other pod takes a lane. Use "
+            "fewer pods, and raise ranksPerPod and resources",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 
@@ -247,14 +263,14 @@ def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: 
     """Returns the share of each rank by predicted speed and memory, if ranks are in pods of CPU roles.
 
     Ranks that are all in the GPU's pod divide the work by rates that they measure when they start. This moves
-    weights between the ranks, but not between pods, so the plan needs no shares for them.
+    weights between the ranks, but not between pods, so the plan needs no shares for these ranks.
 
     Returns:
         The shares in rank order; empty if all ranks are in the GPU's pod.
     """
     if not any(rank_set.pods for rank_set in remote.sets):
         return ()
-    all_sizes = Sizes.for_settings(remote.profile, engine, 1, batches=1)
+    all_sizes = Sizes.for_settings(remote.profile, engine, tensor=1, batches=1)
     reads = count_reads(all_sizes, 0, remote.profile.num_layers, StepLoad(), has_head=False, engine=engine)
     weight_bytes = _packed_bytes(remote, engine, all_sizes.layer_bytes)
     speeds, max_parts = [], []
@@ -299,13 +315,14 @@ def _is_by_experts(ranks: int, profile: ModelProfile, layers: Sequence[int], ten
     """
     kinds = [profile.layer(index) for index in layers]
     is_single_rank, has_mlps = ranks == 1, not all(kind.experts for kind in kinds)
-    if is_single_rank or has_mlps:
+    if is_single_rank or has_mlps:  # one rank divides nothing, and MLPs can only be divided by columns
         return False
     if any(kind.gates_together for kind in kinds):
         return True
+    equal_shares = (1,) * ranks
     try:
         for kind in kinds:
-            _columns_by_rank(kind, profile.column_unit, (1,) * ranks, tensor)
+            _columns_by_rank(kind, profile.column_unit, equal_shares, tensor)
     except ContractError:
         return True
     return False
@@ -372,51 +389,67 @@ def build_feed_forward_part(
 ) -> FeedForwardPart:
     """Returns the part of the model with the experts or MLPs of the layers with these indices.
 
-    Both profiles of the result have as many layers as the model. In `profile`, all other layers are empty.
+    Both profiles of the result have as many layers as the model.
     """
     layers = tuple(sorted(indices))
-    kinds = profile.layers
-    moved_indices = set(layers)
-    # Ranks that compute experts hold only weights in the experts' format.
-    scheme = profile.scheme_of_experts if any(kinds[index].experts for index in layers) else profile.scheme
-    kept_kinds = [
-        _without_feed_forward(kind) if index in moved_indices else kind for index, kind in enumerate(kinds)
-    ]
-    moved_bytes = [
-        kind.feed_forward_bytes if index in moved_indices else 0 for index, kind in enumerate(kinds)
-    ]
-    moved_kinds = [
-        _feed_forward_only(kind) if index in moved_indices else LayerKind()
-        for index, kind in enumerate(kinds)
-    ]
+    moved_profile = _build_moved_profile(profile, layers)
     return FeedForwardPart(
         sets=sets,
         layers=layers,
         by_experts=by_experts,
         shares=shares,
         tensor=tensor,
-        profile=replace(
-            _with_kinds(profile, moved_kinds),
-            scheme=scheme,
-            expert_scheme=None,
-            layer_bytes=tuple(moved_bytes),
-            embedding_bytes=0,
-            head_bytes=0,
-            other_bytes=0,
-            encoder_bytes=0,
-        ),
-        remaining=replace(
-            _with_kinds(profile, kept_kinds),
-            layer_bytes=tuple(
-                size - moved_size for size, moved_size in zip(profile.layer_bytes, moved_bytes, strict=True)
-            ),
-        ),
+        profile=moved_profile,
+        remaining=_build_remaining_profile(profile, layers, moved_profile.layer_bytes),
     )
+
+
+def _build_moved_profile(profile: ModelProfile, layers: Sequence[int]) -> ModelProfile:
+    """Returns the profile of only the experts or MLPs of these layers. All other layers are empty."""
+    moved_indices = set(layers)
+    moved_kinds = [
+        _feed_forward_only(kind) if index in moved_indices else LayerKind()
+        for index, kind in enumerate(profile.layers)
+    ]
+    moved_bytes = [
+        kind.feed_forward_bytes if index in moved_indices else 0 for index, kind in enumerate(profile.layers)
+    ]
+    # If the model has experts, only layers with experts move, so all moved weights have the experts' format.
+    has_experts = any(kind.experts for kind in moved_kinds)
+    return replace(
+        _with_kinds(profile, moved_kinds),
+        scheme=profile.scheme_of_experts if has_experts else profile.scheme,
+        expert_scheme=None,
+        layer_bytes=tuple(moved_bytes),
+        embedding_bytes=0,
+        head_bytes=0,
+        other_bytes=0,
+        encoder_bytes=0,
+    )
+
+
+def _build_remaining_profile(
+    profile: ModelProfile, layers: Sequence[int], moved_bytes: Sequence[int]
+) -> ModelProfile:
+    """Returns the profile of a model without the experts or MLPs of these layers.
+
+    Args:
+        moved_bytes: bytes that each layer of the model loses.
+    """
+    moved_indices = set(layers)
+    kinds = [
+        _without_feed_forward(kind) if index in moved_indices else kind
+        for index, kind in enumerate(profile.layers)
+    ]
+    remaining_bytes = tuple(
+        size - moved_size for size, moved_size in zip(profile.layer_bytes, moved_bytes, strict=True)
+    )
+    return replace(_with_kinds(profile, kinds), layer_bytes=remaining_bytes)
 
 
 def _without_feed_forward(kind: LayerKind) -> LayerKind:
     """Returns the sizes of a layer without its experts or MLP."""
-    # quantized_bytes contains the MLP only if the MLP is quantized. It never contains routed experts.
+    # quantized_bytes contains the MLP only if the MLP is quantized, and never contains routed experts.
     quantized_mlp_bytes = kind.mlp_bytes if _mlp_is_quantized(kind) else 0
     return replace(
         kind,
@@ -511,7 +544,7 @@ def _stage_sizes(
         remaining: profile of the part of the model that this rank computes.
     """
     device = topology.stages[0][0].placed.device
-    batches = batches_at_once(Mode.FEED_FORWARD, 1, device, tensor=topology.tensor)
+    batches = batches_at_once(Mode.FEED_FORWARD, 1, device, tensor=topology.tensor)  # 1 stage
     return Sizes.for_settings(remaining, engine, topology.tensor, batches=batches, ring=ring)
 
 
@@ -522,7 +555,11 @@ def _missing_bytes(topology: Topology, sizes: Sizes, inventory: Inventory) -> in
 
 
 def _check_shares(role: str, remote: FeedForwardPart) -> None:
-    """Raises PlanError if ranks can divide a layer neither by columns nor by experts."""
+    """Raises PlanError if the ranks cannot divide a layer into whole columns or whole experts.
+
+    Args:
+        role: role of the rank with attention.
+    """
     fields = (
         f"{'pods and ranksPerPod' if each.pods else 'feedForward.ranks'} of role {each.role.name}"
         for each in remote.sets
@@ -534,7 +571,7 @@ def _check_shares(role: str, remote: FeedForwardPart) -> None:
         except ContractError as error:
             raise PlanError(
                 f"role {role}, layer {index}: {error}: {remedy}",
-                reason=PlanReason.UNSUPPORTED_PARALLELISM.value,
+                reason=PlanReason.UNSUPPORTED_PARALLELISM,
             ) from error
 
 
@@ -546,14 +583,14 @@ class _Division:
 
     Attributes:
         unit: columns that must stay together; 0 if unknown.
-        weights: relative share of each feed-forward rank of one rank with attention.
+        relative_shares: relative share of each feed-forward rank of one rank with attention.
         tensor: number of ranks with attention, which divide the columns first.
         by_experts: whether the ranks divide the experts, not the columns.
     """
 
     kind: LayerKind
     unit: int
-    weights: tuple[int, ...]
+    relative_shares: tuple[int, ...]
     tensor: int
     by_experts: bool
 
@@ -562,7 +599,11 @@ class _Division:
         """Returns the values that decide how these ranks divide the layer with this index."""
         profile = remote.profile
         return cls(
-            profile.layer(index), profile.column_unit, remote.weights, remote.tensor, remote.by_experts
+            profile.layer(index),
+            profile.column_unit,
+            remote.relative_shares,
+            remote.tensor,
+            remote.by_experts,
         )
 
 
@@ -580,12 +621,14 @@ def _units_by_rank(division: _Division) -> list[int]:
         ContractError: the ranks cannot share the layer.
     """
     if division.by_experts:
-        return [share.count for share in share_experts(division.kind.experts, division.weights)]
-    return _columns_by_rank(division.kind, division.unit, division.weights, division.tensor)
+        return [share.count for share in share_experts(division.kind.experts, division.relative_shares)]
+    return _columns_by_rank(division.kind, division.unit, division.relative_shares, division.tensor)
 
 
 def _columns_by_rank(kind: LayerKind, unit: int, shares: Sequence[int], tensor: int) -> list[int]:
-    """Returns the number of columns of each feed-forward rank of one GPU; [] if the total is unknown.
+    """Returns the number of columns of each feed-forward rank of one GPU.
+
+    Returns [] if `unit` or the total number of columns is unknown.
 
     Args:
         unit: columns that must stay together; 0 if unknown.
@@ -609,16 +652,17 @@ def _shares_by_rank(remote: FeedForwardPart, index: int) -> tuple[Fraction, ...]
 def _divide(division: _Division) -> tuple[Fraction, ...]:
     """Returns the share of each rank, from 0 to 1, in order of ranks.
 
-    If the number of columns is unknown, the result is the planned shares. The same holds if the layer cannot
-    be divided in whole units: a plan of an earlier version can have such layers.
+    If the number of columns is unknown, the result follows from the planned shares alone. The same holds if
+    the layer cannot be divided in whole units: a plan of an earlier version can have such layers.
     """
     try:
         units = _units_by_rank(division)
     except ContractError:
         units = []
-    units = (units or list(division.weights)) * division.tensor
-    total = sum(units)
-    return tuple(Fraction(each, total) for each in units)
+    units_of_gpu = units or list(division.relative_shares)
+    units_by_rank = units_of_gpu * division.tensor  # the ranks of each GPU divide its columns in the same way
+    total = sum(units_by_rank)
+    return tuple(Fraction(each, total) for each in units_by_rank)
 
 
 def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> Sizes:
@@ -627,12 +671,12 @@ def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence
     Args:
         ranks: indices among the feed-forward ranks.
     """
-    whole = Sizes.for_settings(remote.profile, engine, 1, batches=1)
-    sizes = list(whole.layer_bytes)
+    whole_part = Sizes.for_settings(remote.profile, engine, tensor=1, batches=1)  # if one rank had all of it
+    layer_bytes = list(whole_part.layer_bytes)
     for index in remote.layers:
         shares = _shares_by_rank(remote, index)
-        sizes[index] = ceil(sizes[index] * max(shares[rank] for rank in ranks))
-    return replace(whole, layer_bytes=tuple(sizes))
+        layer_bytes[index] = ceil(layer_bytes[index] * max(shares[rank] for rank in ranks))
+    return replace(whole_part, layer_bytes=tuple(layer_bytes))
 
 
 def rank_weight_bytes(remote: FeedForwardPart, engine: EngineSettings, rank: int) -> int:
@@ -660,8 +704,8 @@ def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) 
 
     The ranks must have only layers with experts. The GPUs divide the columns of each expert.
     """
-    stored_bytes = Sizes.for_settings(remote.profile, engine, 1, batches=1).layer_bytes
-    equal_layers = Counter[tuple[int, int, int, int]]()
+    stored_bytes = Sizes.for_settings(remote.profile, engine, tensor=1, batches=1).layer_bytes
+    equal_layers = Counter[tuple[int, int, int, int]]()  # number of layers by the values of CopiedLayers
     for index in remote.layers:
         kind = remote.profile.layer(index)
         columns_of_gpu = _total_columns(remote.profile, kind) // remote.tensor
@@ -681,7 +725,7 @@ def build_ring(remote: FeedForwardPart, engine: EngineSettings, num_bytes: int) 
 
 def _total_columns(profile: ModelProfile, kind: LayerKind) -> int:
     """Returns the intermediate columns of an expert or MLP, from its bytes if the number is unknown."""
-    bits = (profile.scheme.bits if kind.experts_quantized else 0) or 16
+    bits = (profile.scheme.bits if kind.experts_quantized else 0) or 16  # 16 for unquantized weights
     # An expert has three matrices (gate, up and down) of `hidden_size` weights for each column.
     return kind.columns or (kind.expert_bytes or kind.mlp_bytes) * 8 // (3 * profile.hidden_size * bits)
 
@@ -689,35 +733,38 @@ def _total_columns(profile: ModelProfile, kind: LayerKind) -> int:
 def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> int:
     """Returns the most bytes that any rank in `ranks` needs at a time besides its packed weights.
 
-    While a rank packs an MLP, it holds two copies of the layer. It packs experts one by one, without a second
-    copy of the layer. While it serves, its kernels hold the inputs and sums of the longest batch: a row for
-    each token and chosen expert, or for each token of an MLP (kernels/source/experts.cpp).
+    While a rank packs an MLP, it holds two copies of the layer. A rank packs experts one by one, without a
+    second copy of the layer. While a rank serves, its kernels hold the inputs and sums of the longest batch:
+    a row for each token and chosen expert, or for each token of an MLP (kernels/source/experts.cpp).
 
     Args:
         ranks: indices among the feed-forward ranks.
     """
     sizes = _rank_sizes(remote, engine, ranks).layer_bytes
-    hidden, packing_bytes, scratch_bytes = remote.profile.hidden_size, 0, 0
-    for index in remote.layers:
-        kind = remote.profile.layer(index)
-        packing_bytes = max(packing_bytes, 0 if kind.experts else sizes[index])
-        rows = engine.max_num_batched_tokens * max(1, kind.experts_per_token)
-        if remote.by_experts:  # a rank does not divide the columns of its experts with other ranks of its GPU
-            share_of_columns = Fraction(1, remote.tensor)
-        else:
-            shares = _shares_by_rank(remote, index)
-            share_of_columns = max(shares[rank] for rank in ranks)
-        columns = ceil(_total_columns(remote.profile, kind) * share_of_columns)
-        scratch_bytes = max(
-            scratch_bytes, rows * (_SCRATCH_BYTES_PER_ELEMENT * hidden + _SCRATCH_BYTES_PER_COLUMN * columns)
-        )
-    shared_bytes = _slab_growth_bytes(remote, engine)
+    mlp_layers = [index for index in remote.layers if not remote.profile.layer(index).experts]
+    packing_bytes = max((sizes[index] for index in mlp_layers), default=0)
+    scratch_bytes = max(_scratch_bytes(remote, engine, ranks, index) for index in remote.layers)
+    pod_bytes = _slab_growth_bytes(remote, engine)
     if remote.ring is not None:  # each GPU's process maps the weights of its ranks
-        shared_bytes += remote.tensor * remote.ring.page_table_bytes
-    # This memory belongs to the GPU's pod. If that pod has feed-forward ranks, they are the first set, and
+        pod_bytes += remote.tensor * remote.ring.page_table_bytes
+    # `pod_bytes` belong to the GPU's pod. If that pod has feed-forward ranks, they are the first set, and
     # each rank counts an equal part.
-    shared_bytes = ceil(shared_bytes / remote.sets[0].count)
-    return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes) + shared_bytes
+    part_of_pod_bytes = ceil(pod_bytes / remote.sets[0].count)
+    return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes) + part_of_pod_bytes
+
+
+def _scratch_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int], index: int) -> int:
+    """Returns the most bytes of inputs and sums that a rank in `ranks` needs for one layer."""
+    kind = remote.profile.layer(index)
+    rows = engine.max_num_batched_tokens * max(1, kind.experts_per_token)
+    if remote.by_experts:  # the columns of an expert that belong to one GPU are all on one rank
+        share_of_columns = Fraction(1, remote.tensor)
+    else:
+        shares = _shares_by_rank(remote, index)
+        share_of_columns = max(shares[rank] for rank in ranks)
+    columns = ceil(_total_columns(remote.profile, kind) * share_of_columns)
+    element_bytes = _SCRATCH_BYTES_PER_ELEMENT * remote.profile.hidden_size
+    return rows * (element_bytes + _SCRATCH_BYTES_PER_COLUMN * columns)
 
 
 def _slab_growth_bytes(remote: FeedForwardPart, engine: EngineSettings) -> int:
@@ -743,7 +790,7 @@ def ranks_fit(remote: FeedForwardPart, engine: EngineSettings) -> bool:
 
 
 def _needed_bytes(remote: FeedForwardPart, engine: EngineSettings, rank_indices: range) -> int:
-    """Returns the bytes that the largest rank of a set needs: for its weights, and its peak beside them."""
+    """Returns the bytes that suffice for any rank of a set: the most weights, plus the most other bytes."""
     weight_bytes = max(rank_weight_bytes(remote, engine, rank) for rank in rank_indices)
     return weight_bytes + peak_extra_bytes(remote, engine, rank_indices)
 
@@ -850,8 +897,8 @@ def _busiest_rank_factor(remote: FeedForwardPart, rank_indices: range, rows: int
     mean_experts = kind.expected_experts(rows)
     # The step chooses `mean_experts` experts without replacement. So the number on one rank is
     # hypergeometric, with the variance mean_experts / ranks * (1 - 1 / ranks) * (1 - mean_experts / experts).
-    # The numbers of the ranks add up to mean_experts. Their maximum is that of independent ranks with ranks /
-    # (ranks - 1) times this variance, which cancels the factor (1 - 1 / ranks).
+    # The numbers of the ranks add up to mean_experts. Their maximum is the same as for independent numbers
+    # whose variance is larger by the factor ranks / (ranks - 1), which cancels (1 - 1 / ranks).
     spread = sqrt(mean_experts / ranks * (1 - mean_experts / kind.experts))
     # Blom's approximation of the maximum of `ranks` normally distributed numbers.
     expected_excess = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread

@@ -22,8 +22,8 @@ def gpu_memory_mib(
 
     Args:
         labelled: memory of a labelled GPU in bytes, by role.
-        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown. It is ignored for a
-            plan of an earlier version that leaves less than this memory on such a GPU.
+        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown. Ignored for a plan
+            of an earlier version that leaves less than this memory on such a GPU.
     """
     labelled_roles = {
         role.name for role in spec.roles if role.device_memory is None and role.name in labelled
@@ -110,7 +110,7 @@ def _needed_gpu_bytes(plan: Plan, rank: RankAssignment, gpu_floor: GpuFloor | No
 
 
 def _planned_bytes(plan: Plan, rank: RankAssignment) -> int:
-    """Returns the bytes of a GPU for a rank, with the page tables of the memory that it maps."""
+    """Returns the bytes that a rank needs on its GPU, with page tables for the host memory that it maps."""
     own_bytes = rank.weight_bytes + rank.kv_cache_bytes + rank.ring_bytes
     if not rank.ring_bytes:
         return own_bytes

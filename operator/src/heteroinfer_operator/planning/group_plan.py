@@ -50,7 +50,8 @@ class Capacity:
             scheduler places all pods at the same time, or because the user wants each pod placed on its own.
         shortage_age_s: seconds for which GPUs have been missing; None if no GPUs can be added, so that
             CPUOnly takes effect immediately.
-        resource: name of the resource, by which affinity terms may select its pods; None without a name.
+        resource: the resource's namespace and name, by which affinity terms may select its pods; None if
+            unknown.
         others: groups of the resource that this group prefers to be apart from; None without such groups.
         priority: the scheduler preempts pods below this priority; None if it preempts none.
     """
@@ -78,7 +79,7 @@ class Capacity:
     ) -> Iterator[Placement]:
         """Yields placements farther from the other groups than `placement`, possibly on smaller GPUs.
 
-        They need the preemption of other pods only if `placement` needs it, too.
+        These placements need the preemption of other pods only if `placement` needs such a preemption, too.
         """
         if self.others is None or not self.others.any_is_shared(placement.nodes):
             return
@@ -108,7 +109,7 @@ class Capacity:
         """Reports whether the scheduler may preempt any pod for this group."""
         priority = self.priority
         return priority is not None and any(
-            each.has_lower_priority(priority) for each in self.free_nodes or ()
+            free_node.has_lower_priority(priority) for free_node in self.free_nodes or ()
         )
 
     def nodes_after_preemption(self) -> Sequence[FreeNode]:
@@ -135,20 +136,21 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
     """
     if request.spec.parallelism.mode is not None:
         return _plan_in_mode_of_spec(request, capacity)
-    # Tries each mode with a copy of the capacity. So the chosen mode is planned again, to take the capacity.
+    # Each mode is tried with a copy of the capacity. Then the chosen mode is planned again, to take the
+    # capacity from the original.
     tried = plan_any_mode(request, lambda with_mode: _plan_in_mode_of_spec(with_mode, capacity.copy()))
     return replace(_plan_in_mode_of_spec(tried.request, capacity), choice=tried.choice)
 
 
 def _plan_in_mode_of_spec(request: GroupRequest, capacity: Capacity) -> Planned:
-    """Takes the capacity of the pods, and returns the plan of a spec whose mode is set.
+    """Returns the plan of a spec whose mode is set, and takes the capacity of the pods.
 
     Raises the errors of `plan_group`.
     """
     if capacity.free_nodes is None:
         return make_plan(request, _inventory_without_nodes(request.spec, capacity.calibrations))
     missing_by_role = _find_missing_gpus(request.spec, capacity)
-    # Pods that may wait for a scheduler can also wait for GPUs, if the spec does not move them to CPUs.
+    # Pods that may wait for a scheduler can also wait for GPUs, unless their ranks may compute on CPUs.
     waits_for_gpus = (
         capacity.pods_may_wait and request.spec.planning.on_gpu_shortage.action is ShortageAction.WAIT
     )
@@ -158,7 +160,7 @@ def _plan_in_mode_of_spec(request: GroupRequest, capacity: Capacity) -> Planned:
 
 
 def _planned_device(role: RoleSpec, on_cpus: Container[str]) -> Device:
-    """Returns the device of a role. It is CPU for a GPU role that computes on CPUs."""
+    """Returns the device of a role: CPU for a role in `on_cpus`, otherwise the role's own device."""
     return Device.CPU if role.name in on_cpus else role.device
 
 
@@ -168,7 +170,9 @@ def _plan_on_nodes(
     free_nodes: Sequence[FreeNode],
     reasons_on_cpus: Mapping[str, str],
 ) -> Planned:
-    """Returns the plan with a node for each pod; raises the errors of plan_group.
+    """Returns the plan with a node for each pod, and takes the capacity of the pods.
+
+    Raises the errors of `plan_group`.
 
     Args:
         reasons_on_cpus: the GPU roles that compute on CPUs, with the reason.
@@ -180,65 +184,88 @@ def _plan_on_nodes(
         for _ in range(role.pods)
     ]
     topology_key = spec.scheduling.topology_key
-    pod_demands = [demand for _, demand in demands]
+    role_names, pod_demands = [role.name for role, _ in demands], [demand for _, demand in demands]
     placement = capacity.assign(pod_demands, topology_key)
 
     def plan_on(placement: Placement | None) -> Planned:
         """Returns the plan for the nodes of a placement."""
         return make_plan(request, _build_inventory(capacity, demands, placement, reasons_on_cpus))
 
-    def nodes_by_pod(plan: Plan, placement: Placement) -> dict[int, str]:
-        """Returns the node of each pod of the plan, by pod index."""
-        by_role: dict[str, list[str]] = {}
-        for (role, _), node in zip(demands, placement.nodes, strict=True):
-            by_role.setdefault(role.name, []).append(node)
-        return {pod.index: by_role[pod.role].pop(0) for pod in plan.pods}
+    def plan_as_good(farther: Placement, first: Placement, on_first: Planned) -> Planned | None:
+        """Returns the plan for a farther placement; None if that plan is worse than the plan for `first`."""
+        try:
+            on_farther = plan_on(farther)
+        except PlanError:  # these nodes are too small; the next placement has larger GPUs
+            return None
+        plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
+        farther_nodes, first_nodes = (_nodes_by_pod(plan, role_names, each) for each in (farther, first))
+        is_as_good = _serves_the_same(on_farther, on_first) and fits_gpus(
+            spec, plan, floor, free_nodes, farther_nodes, first_nodes
+        )
+        return on_farther if is_as_good else None
 
-    # Makes the plan before it takes capacity. So an error that more capacity would not solve is raised before
-    # a shortage.
+    # The plan is made before capacity is taken. So an error that more capacity would not solve is raised
+    # before a shortage.
     planned = plan_on(placement)
     if placement is not None:
-        first_placement = placement
-        # Prefers nodes farther from the resource's other groups, if the plan serves the load there equally
-        # well.
-        for farther in capacity.assign_farther(pod_demands, topology_key, first_placement):
-            try:
-                on_farther = plan_on(farther)
-            except PlanError:  # these nodes are too small; the next placement has larger GPUs
-                continue
-            plan, floor = on_farther.plan, on_farther.sizes.gpu_floor
-            farther_nodes, first_nodes = nodes_by_pod(plan, farther), nodes_by_pod(plan, first_placement)
-            if _serves_the_same(on_farther, planned) and fits_gpus(
-                spec, plan, floor, free_nodes, farther_nodes, first_nodes
-            ):
+        # Nodes farther from the resource's other groups are better if the plan there is as good.
+        for farther in capacity.assign_farther(pod_demands, topology_key, placement):
+            if (on_farther := plan_as_good(farther, placement, planned)) is not None:
                 placement, planned = farther, on_farther
                 break
     missing = _take_capacity(placement, pod_demands, capacity, free_nodes, topology_key)
     labelled = planned.inventory.gpu_memory_bytes
-    node_assignment = NodeAssignment(
-        gpu_memory_mib=gpu_memory_mib(spec, planned.plan, labelled, planned.sizes.gpu_floor),
-        expected_nodes=frozenset(placement.nodes if placement else ()),
-    )
-    planned = replace(planned, missing=missing)
+    gpu_sizes = gpu_memory_mib(spec, planned.plan, labelled, planned.sizes.gpu_floor)
+    nodes = {} if placement is None else _nodes_by_pod(planned.plan, role_names, placement)
+    node_assignment = _build_node_assignment(placement, nodes, gpu_sizes, capacity, topology_key)
+    return replace(planned, missing=missing, node_assignment=node_assignment)
+
+
+def _nodes_by_pod(plan: Plan, role_names: Sequence[str], placement: Placement) -> dict[int, str]:
+    """Returns the node of each pod of the plan, by pod index.
+
+    Args:
+        role_names: the role for which each node of the placement was chosen.
+    """
+    nodes_by_role: dict[str, list[str]] = {}
+    for role_name, node in zip(role_names, placement.nodes, strict=True):
+        nodes_by_role.setdefault(role_name, []).append(node)
+    return {pod.index: nodes_by_role[pod.role].pop(0) for pod in plan.pods}
+
+
+def _build_node_assignment(
+    placement: Placement | None,
+    nodes: Mapping[int, str],
+    gpu_sizes: Mapping[int, int],
+    capacity: Capacity,
+    topology_key: str,
+) -> NodeAssignment:
+    """Returns the nodes that the pods prefer. Pods that may wait prefer none: the scheduler chooses alone.
+
+    Args:
+        nodes: node of each pod in the placement, by pod index.
+        gpu_sizes: minimum memory of a GPU in MiB, by pod index.
+    """
+    expected_nodes = frozenset(placement.nodes if placement is not None else ())
+    assignment = NodeAssignment(gpu_memory_mib=gpu_sizes, expected_nodes=expected_nodes)
     if placement is None or capacity.pods_may_wait:
-        return replace(planned, node_assignment=node_assignment)
-    nodes = nodes_by_pod(planned.plan, placement)
+        return assignment
     domain = (topology_key, placement.domain) if topology_key else None
-    return replace(planned, node_assignment=replace(node_assignment, nodes=nodes, domain=domain))
+    return replace(assignment, nodes=nodes, domain=domain)
 
 
 def _serves_the_same(planned: Planned, reference: Planned) -> bool:
     """Reports whether a plan serves the spec's load as well as a reference plan on larger GPUs.
 
     All ranks must have the same layers and weights, and compute long prompts in the same way. The KV cache
-    may be smaller. But it must hold all requests of `planning.load` at the same time, or as many of them as
-    the KV cache of the reference plan.
+    may be smaller. But it must hold all requests of `planning.load` at the same time, or as many of these
+    requests as the KV cache of the reference plan holds.
     """
 
     def fixed_values(plan: Plan) -> list[RankAssignment]:
         """Returns the plan's ranks without the values that may differ: KV cache, step time, ring size.
 
-        A ring of any size becomes 1 byte, because both plans must have a ring, or neither.
+        Each ring counts as 1 byte: either both plans must have a ring, or neither.
         """
         return [
             replace(rank, kv_cache_bytes=0, predicted_step_s=0.0, ring_bytes=min(rank.ring_bytes, 1))
@@ -273,22 +300,15 @@ def assign_existing_plan(
         Shortage: the pods do not fit now; the message names the missing capacity of each node.
         PlanError: the plan has a role that the spec lacks.
     """
-    roles = {role.name: role for role in spec.roles}
-    unknown_role = next((pod.role for pod in plan.pods if pod.role not in roles), None)
-    if unknown_role is not None:
-        raise PlanError(
-            f"the group's stored plan has role {unknown_role}, but its stored revision of the spec has no "
-            "such role (another program changed one of the two). The group gets a new plan when it can start "
-            "with the current spec. If the current spec is refused, correct it",
-            reason=PlanReason.PLAN_LOST,
-        )
-    if capacity.free_nodes is None:
+    roles, free_nodes = {role.name: role for role in spec.roles}, capacity.free_nodes
+    _check_roles_of_plan(plan, roles)
+    if free_nodes is None:
         return NodeAssignment(), ""
-    labelled = largest_gpu_bytes_by_role(spec, [free_node.node for free_node in capacity.free_nodes])
+    labelled = largest_gpu_bytes_by_role(spec, [free_node.node for free_node in free_nodes])
     gpu_sizes = gpu_memory_mib(spec, plan, labelled, gpu_floor)
 
-    def demand(pod: PodAssignment) -> PodDemand:
-        """Returns the demand of a pod, with the GPU memory that the plan needs if this is known."""
+    def demand_of(pod: PodAssignment) -> PodDemand:
+        """Returns the demand of a pod, with the GPU memory that the plan needs if this memory is known."""
         demand = role_demand(spec, roles[pod.role], pod.device, capacity.resource)
         if pod.index not in gpu_sizes:
             return demand
@@ -297,25 +317,36 @@ def assign_existing_plan(
         return with_required_label(demand, larger_label(label, gpu_sizes[pod.index] - 1))
 
     def nodes_by_pod(placement: Placement) -> dict[int, str]:
+        """Returns the node of each pod, by pod index."""
         return {pod.index: node for pod, node in zip(plan.pods, placement.nodes, strict=True)}
 
-    demands, topology_key = [demand(pod) for pod in plan.pods], spec.scheduling.topology_key
+    demands, topology_key = [demand_of(pod) for pod in plan.pods], spec.scheduling.topology_key
     placement = capacity.assign(demands, topology_key)
     if placement is not None:
-        known_nodes = nodes_by_pod(placement)
+        first_nodes = nodes_by_pod(placement)
         for farther in capacity.assign_farther(demands, topology_key, placement):
-            if fits_gpus(spec, plan, gpu_floor, capacity.free_nodes, nodes_by_pod(farther), known_nodes):
+            if fits_gpus(spec, plan, gpu_floor, free_nodes, nodes_by_pod(farther), first_nodes):
                 placement = farther
                 break
-    missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, topology_key)
-    expected_nodes = frozenset(placement.nodes if placement else ())
-    assignment = NodeAssignment(gpu_memory_mib=gpu_sizes, expected_nodes=expected_nodes)
-    if placement is None or capacity.pods_may_wait:
-        return assignment, missing
-    nodes = nodes_by_pod(placement)
-    return replace(
-        assignment, nodes=nodes, domain=(topology_key, placement.domain) if topology_key else None
-    ), missing
+    missing = _take_capacity(placement, demands, capacity, free_nodes, topology_key)
+    nodes = {} if placement is None else nodes_by_pod(placement)
+    return _build_node_assignment(placement, nodes, gpu_sizes, capacity, topology_key), missing
+
+
+def _check_roles_of_plan(plan: Plan, roles: Container[str]) -> None:
+    """Raises PlanError if the plan has a role that its spec lacks.
+
+    Args:
+        roles: names of the roles of the spec.
+    """
+    unknown_role = next((pod.role for pod in plan.pods if pod.role not in roles), None)
+    if unknown_role is not None:
+        raise PlanError(
+            f"the group's stored plan has role {unknown_role}, but its stored revision of the spec has no "
+            "such role (another program changed one of the two). The group gets a new plan when it can start "
+            "with the current spec. If the current spec is refused, correct it",
+            reason=PlanReason.PLAN_LOST,
+        )
 
 
 def _take_capacity(
@@ -327,7 +358,7 @@ def _take_capacity(
 ) -> str:
     """Takes the pods' capacity from their nodes.
 
-    Without nodes for the pods, takes nothing.
+    Takes nothing if there is no placement.
 
     Returns:
         The capacity that the pods will wait for once they exist, or "".
@@ -375,7 +406,7 @@ def _build_inventory(
         calibration = slowest(calibrations, by_gpu=by_gpu)
         if calibration is not None:
             calibration_by_role[role.name] = calibration
-        # Features are needed for GPU roles too: their pods may compute on CPUs.
+        # GPU roles also need CPU features, because their pods may compute on CPUs.
         features = _common_cpu_features(nodes, calibrations)
         if features is not None:
             features_by_role[role.name] = features
@@ -437,7 +468,8 @@ def _common_cpu_features(
 ) -> frozenset[str] | None:
     """Returns the CPU features that all nodes have; None if they are unknown.
 
-    The labels of nodes come first. If a node has none, the measured machines decide.
+    The features are from the labels of the nodes. If a node has no such labels, the features of all
+    nodes are from the calibrations.
     """
     known_features = [features for features in map(labelled_features, nodes) if features is not None]
     if nodes and len(known_features) == len(nodes):
@@ -451,18 +483,18 @@ def _common_gpu(nodes: Sequence[NodeView], resource: str) -> tuple[int | None, s
     The memory is None if a node with GPUs lacks its memory label. The product is None if nodes have different
     products.
     """
-    with_gpus = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
-    sizes_mib = [device_memory_mib(node, resource) for node in with_gpus]
+    nodes_with_gpus = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
+    sizes_mib = [device_memory_mib(node, resource) for node in nodes_with_gpus]
     known_mib = [size for size in sizes_mib if size is not None]
-    is_memory_known = known_mib and len(known_mib) == len(with_gpus)
+    is_memory_known = known_mib and len(known_mib) == len(nodes_with_gpus)
     memory_bytes = min(known_mib) * 2**20 if is_memory_known else None
-    products = {node.labels.get(f"{resource}.product", "") for node in with_gpus}
+    products = {node.labels.get(f"{resource}.product", "") for node in nodes_with_gpus}
     product = products.pop() if len(products) == 1 else None
     return memory_bytes, product
 
 
 def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventory:
-    """Returns the inventory if nodes are unknown: this machine's calibration for all roles, or nothing."""
+    """Returns the inventory if nodes are unknown: this machine's measurements, if any, for all roles."""
     this_machine, this_network = calibrations.this_machine, calibrations.this_network
     roles = [role.name for role in spec.roles]
     networks = {} if this_network is None else dict.fromkeys(roles, this_network)
@@ -478,8 +510,8 @@ def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibratio
 def _find_missing_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
     """Returns the GPU roles for which too few GPUs are free, with the GPUs that each node lacks.
 
-    Places the pods role by role, in the order of the spec. Their demands contain only GPUs, so missing memory
-    or CPUs do not count.
+    Places the pods role by role, in the order of the spec. Ignores all requests except GPUs, so missing
+    memory or CPUs do not matter.
     """
     topology_key = spec.scheduling.topology_key
     placed: list[PodDemand] = []
@@ -494,7 +526,7 @@ def _find_missing_gpus(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[st
             missing_by_role[role.name] = describe_missing_capacity(
                 [*placed, *pods], capacity.nodes_after_preemption(), topology_key
             )
-        else:
+        else:  # a role without enough GPUs takes none from later roles
             placed += pods
     return missing_by_role
 
@@ -515,9 +547,10 @@ def _plan_without_gpus(
         PlanError: the group has no plan, even with more free capacity.
     """
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
-    # Makes the plan with GPUs first. So an error that more GPUs would not solve is raised before a shortage.
-    demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
-    gpu_plan = make_plan(request, _build_inventory(capacity, demands, None, {}))
+    # The plan with GPUs comes first, so that an error that more GPUs would not solve is raised before a
+    # shortage.
+    gpu_demands = _role_demands(request.spec, on_cpus=())
+    gpu_plan = make_plan(request, _build_inventory(capacity, gpu_demands, None, {}))
     missing = "; ".join(dict.fromkeys(missing_by_role.values()))
     comparison = _compare_with_cpus(request, capacity, missing_by_role, gpu_plan)
     if shortage.action is ShortageAction.WAIT:
@@ -534,14 +567,24 @@ def _plan_without_gpus(
     )
 
 
+def _role_demands(spec: HeteroInferenceSpec, on_cpus: Container[str]) -> list[tuple[RoleSpec, PodDemand]]:
+    """Returns each role with the demand of one of its pods.
+
+    The demands lack the name of the resource, which only affinity terms between pods need.
+
+    Args:
+        on_cpus: names of the GPU roles that compute on CPUs.
+    """
+    return [(role, role_demand(spec, role, _planned_device(role, on_cpus))) for role in spec.roles]
+
+
 def _compare_with_cpus(
     request: GroupRequest, capacity: Capacity, missing_by_role: Mapping[str, str], gpu_plan: Planned
 ) -> str:
-    """Returns the predicted step time with these roles on CPUs and with all GPUs, as text in parentheses."""
-    spec = request.spec
-    demands = [(role, role_demand(spec, role, _planned_device(role, missing_by_role))) for role in spec.roles]
+    """Returns the predicted step times with these roles on CPUs and with all GPUs, as text in parentheses."""
+    cpu_demands = _role_demands(request.spec, on_cpus=missing_by_role)
     try:
-        cpu_plan = make_plan(request, _build_inventory(capacity, demands, None, missing_by_role))
+        cpu_plan = make_plan(request, _build_inventory(capacity, cpu_demands, None, missing_by_role))
     except PlanError as error:
         return f" (the group has no plan without GPUs: {error.message})"
     steps = [predict(planned.plan, planned.rates) for planned in (cpu_plan, gpu_plan)]

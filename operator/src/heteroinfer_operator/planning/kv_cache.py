@@ -144,16 +144,14 @@ def _group_kinds(
         groups += [
             {cache.layer: block_bytes for cache in same_kind[i::num_groups]} for i in range(num_groups)
         ]
-        # Smaller pages of attention get longer blocks if they divide the largest page. All others are padded.
-        own_bytes = same_kind[0].page_bytes
-        length_factor = (
-            block_bytes // own_bytes
-            if same_kind[0].kind is not AttentionKind.LINEAR and block_bytes % own_bytes == 0
-            else 1
+        example = same_kind[0]  # caches of one kind differ only in their layers
+        # Smaller pages of attention get longer blocks if they divide the largest page. All other pages are
+        # padded to the largest page.
+        gets_longer_blocks = (
+            example.kind is not AttentionKind.LINEAR and block_bytes % example.page_bytes == 0
         )
-        blocks += num_groups * _sequence_blocks(
-            same_kind[0], block_tokens * length_factor, tokens, batch_tokens
-        )
+        length_factor = block_bytes // example.page_bytes if gets_longer_blocks else 1
+        blocks += num_groups * _sequence_blocks(example, block_tokens * length_factor, tokens, batch_tokens)
     return tuple(groups), blocks
 
 

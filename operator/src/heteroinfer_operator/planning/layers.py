@@ -15,8 +15,8 @@ from heteroinfer_operator.planning.memory import RankBudget, Sizes, StageBudget
 from heteroinfer_operator.planning.topology import Topology
 
 _CPU_LAYER_COST = 2**40
-"""Cost of a layer on a CPU. It exceeds any sum of squares of layers, so that a split with more CPU layers is
-never cheaper."""
+"""Cost of a layer on a CPU. This cost exceeds any sum of squares of layers, so a split with more CPU layers
+is never cheaper."""
 _OR_SHORTER: Final = ", or lower engine.maxModelLen"
 """End of a message if the weights fit, but not together with the KV cache."""
 _PACKED_COPY: Final = "the copy of a layer while it is packed"
@@ -60,7 +60,7 @@ def _user_layers(topology: Topology) -> tuple[int, ...] | None:
 
 def _check_user_layers(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> None:
     """Raises PlanError if the user's layers do not add up, do not fit, or break a rule of vLLM."""
-    found_layers, wanted_layers = sum(layers), sizes.profile.num_layers
+    listed_layers, num_layers = sum(layers), sizes.profile.num_layers
     least_in_first, least_in_last = sizes.profile.first_stage_layers, sizes.profile.last_stage_layers
     if layers[0] < least_in_first:
         raise PlanError(
@@ -75,15 +75,15 @@ def _check_user_layers(layers: Sequence[int], budgets: Sequence[StageBudget], si
             "layers. Give the last stage more layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
-    if found_layers != wanted_layers:
+    if listed_layers != num_layers:
         change = (
-            f"Add {_format_layers(wanted_layers - found_layers)}"
-            if found_layers < wanted_layers
-            else f"Remove {_format_layers(found_layers - wanted_layers)}"
+            f"Add {_format_layers(num_layers - listed_layers)}"
+            if listed_layers < num_layers
+            else f"Remove {_format_layers(listed_layers - num_layers)}"
         )
         raise PlanError(
-            f"roles: the entries of layers must add up to the model's {wanted_layers} layers (got "
-            f"{found_layers}). {change}",
+            f"roles: the entries of layers must add up to the model's {num_layers} layers (got "
+            f"{listed_layers}). {change}",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     stage_ends = accumulate(layers)
@@ -141,56 +141,88 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, 
     """Returns the number of layers of each stage.
 
     CPU stages get as few layers as possible, because CPU ranks add capacity and not speed. Apart from that,
-    the split is as even as possible. If the memory of all stages is unknown, it is even over CPUs and GPUs.
-    Each stage also holds the KV cache of one full-length request.
+    the split is as even as possible. If the memory of all stages is unknown, the split is even over CPUs and
+    GPUs. Each stage also holds the KV cache of one full-length request.
 
     Raises:
         PlanError: the model has fewer layers than stages, or does not fit.
     """
     num_layers, min_layers = sizes.profile.num_layers, _min_layers(sizes.profile, len(budgets))
+    layers_with_cache = [layer for layer in range(num_layers) if sizes.kv.block_bytes(layer, layer + 1)]
+    _check_enough_layers(num_layers, min_layers, len(layers_with_cache))
+    prefer_gpu = any(stage.is_known for stage in budgets)
+    cheapest: _CheapestSplits = {0: (0, ())}
+    for index, stage in enumerate(budgets):
+        layer_cost = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
+        cheapest = _append_stage(cheapest, stage, sizes, layer_cost, min_layers[index], layers_with_cache)
+    if num_layers not in cheapest:
+        raise _build_too_large_error(budgets, sizes)
+    _, split = cheapest[num_layers]
+    return split
+
+
+def _check_enough_layers(num_layers: int, min_layers: Sequence[int], num_with_cache: int) -> None:
+    """Raises PlanError if the model has too few layers for its stages.
+
+    Args:
+        min_layers: fewest layers of each stage.
+        num_with_cache: number of layers with a KV cache or a state.
+    """
+    num_stages, fix = len(min_layers), "Lower pods or ranksPerPod, or set parallelism.tensor"
     if num_layers < sum(min_layers):
         numbers = ", ".join(map(str, min_layers))
         reason = "each stage needs a layer" if max(min_layers) == 1 else f"the stages need {numbers} layers"
         raise PlanError(
-            f"roles: {len(budgets)} stages are too many for the model's {_format_layers(num_layers)}: "
-            f"{reason}. Lower pods or ranksPerPod, or set parallelism.tensor",
+            f"roles: {num_stages} stages are too many for the model's {_format_layers(num_layers)}: "
+            f"{reason}. {fix}",
             reason=PlanReason.TOO_MANY_STAGES,
         )
-    layers_with_cache = [layer for layer in range(num_layers) if sizes.kv.block_bytes(layer, layer + 1)]
-    if len(layers_with_cache) < len(budgets):
+    if num_with_cache < num_stages:
         raise PlanError(
-            f"roles: {len(budgets)} stages are too many for the model's "
-            f"{_format_layers(len(layers_with_cache))} with a KV cache or a state: each stage needs such a "
-            "layer. Lower pods or ranksPerPod, or set parallelism.tensor",
+            f"roles: {num_stages} stages are too many for the model's {_format_layers(num_with_cache)} with "
+            f"a KV cache or a state: each stage needs such a layer. {fix}",
             reason=PlanReason.TOO_MANY_STAGES,
         )
-    prefer_gpu = any(stage.is_known for stage in budgets)
-    # cheapest[n]: cost and numbers of layers of the cheapest split of the first n layers over the stages so
-    # far. The cost contains the squares of the numbers of layers, so an even split is cheaper.
-    cheapest: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for index, stage in enumerate(budgets):
-        layer_cost = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
-        next_cheapest: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for first, (cost, split) in cheapest.items():
-            # The stage must have a layer with a KV cache or a state. If no layer from `first` on has one, the
-            # range is empty.
-            until_cache = next(
-                (layer + 1 - first for layer in layers_with_cache if layer >= first), num_layers
+
+
+_CheapestSplits: TypeAlias = dict[int, tuple[int, tuple[int, ...]]]
+"""The cheapest split of the model's first n layers over some stages, by n: its cost, and each stage's number
+of layers. The cost contains the squares of the numbers, so an even split is cheaper."""
+
+
+def _append_stage(
+    cheapest: _CheapestSplits,
+    stage: StageBudget,
+    sizes: Sizes,
+    layer_cost: int,
+    min_layers: int,
+    layers_with_cache: Sequence[int],
+) -> _CheapestSplits:
+    """Returns the cheapest splits over one more stage, which has at least one layer with a cache.
+
+    Args:
+        cheapest: cheapest splits over the stages before this stage.
+        layer_cost: cost of each layer of this stage, besides the square of their number.
+        min_layers: fewest layers of this stage.
+        layers_with_cache: indices of the layers with a KV cache or a state, ascending.
+    """
+    next_cheapest: _CheapestSplits = {}
+    for first, (cost, split) in cheapest.items():
+        first_with_cache = next((layer for layer in layers_with_cache if layer >= first), None)
+        if first_with_cache is None:
+            continue
+        fewest = max(min_layers, first_with_cache + 1 - first)
+        for count in range(fewest, _stage_capacity(stage, sizes, first) + 1):
+            total_cost, end = cost + layer_cost * count + count * count, first + count
+            known = next_cheapest.get(end)
+            # Among splits of equal cost, earlier stages get more layers, because the last stage also has the
+            # head.
+            is_better = (
+                known is None or total_cost < known[0] or (total_cost == known[0] and split > known[1])
             )
-            for count in range(max(min_layers[index], until_cache), _stage_capacity(stage, sizes, first) + 1):
-                total_cost, end = cost + layer_cost * count + count * count, first + count
-                known = next_cheapest.get(end)
-                # Among splits of equal cost, earlier stages get more layers, because the last stage also has
-                # the head.
-                is_better = (
-                    known is None or total_cost < known[0] or (total_cost == known[0] and split > known[1])
-                )
-                if is_better:
-                    next_cheapest[end] = (total_cost, (*split, count))
-        cheapest = next_cheapest
-    if num_layers not in cheapest:
-        raise _build_too_large_error(budgets, sizes)
-    return cheapest[num_layers][1]
+            if is_better:
+                next_cheapest[end] = (total_cost, (*split, count))
+    return next_cheapest
 
 
 def _min_layers(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
@@ -249,9 +281,9 @@ def _build_shared_layers_error(budgets: Sequence[StageBudget], sizes: Sizes) -> 
     rank_bytes = last_rank.budget or 0
     return PlanError(
         f"stage {len(budgets) - 1} (role {last_rank.role}): {format_bytes(missing_bytes)} of memory is "
-        f"missing. The last {num_shared} layers share keys and values, so one rank must hold them. They need "
-        f"{format_bytes(rank_bytes + missing_bytes)}. A rank has {format_bytes(rank_bytes)}. "
-        f"{_RAISE_MEMORY[last_rank.device]}",
+        f"missing. The last {num_shared} layers share keys and values, so one rank must hold these "
+        f"layers. They need {format_bytes(rank_bytes + missing_bytes)}. A rank has "
+        f"{format_bytes(rank_bytes)}. {_RAISE_MEMORY[last_rank.device]}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
@@ -264,10 +296,12 @@ def _build_too_large_error(budgets: Sequence[StageBudget], sizes: Sizes) -> Plan
     shared_layers_error = _build_shared_layers_error(budgets, sizes)
     if shared_layers_error is not None:
         return shared_layers_error
-    min_layers, held_layers, next_layer = _min_layers(sizes.profile, len(budgets)), [0] * len(budgets), 0
+    min_layers = _min_layers(sizes.profile, len(budgets))
+    held_layers = [0] * len(budgets)  # number of layers that each stage can hold
+    next_layer = 0
     for index, stage in enumerate(budgets):
-        # The stages so far could hold all layers before `next_layer`. But they must leave the fewest layers
-        # that this stage and the stages after it may have.
+        # The stages before this stage could hold all layers before `next_layer`. But they must leave the
+        # fewest layers that this stage and the stages after it may have.
         first = min(next_layer, sizes.profile.num_layers - sum(min_layers[index:]))
         if index:
             held_layers[index - 1] -= next_layer - first
@@ -275,14 +309,34 @@ def _build_too_large_error(budgets: Sequence[StageBudget], sizes: Sizes) -> Plan
         if held_layers[index] < min_layers[index]:
             return _build_stage_too_small_error(stage, index, (first, first + min_layers[index]), sizes)
         next_layer = first + held_layers[index]
+    return _build_missing_layers_error(budgets, sizes, held_layers)
+
+
+def _build_missing_layers_error(
+    budgets: Sequence[StageBudget], sizes: Sizes, held_layers: Sequence[int]
+) -> PlanError:
+    """Returns the error of a model with more layers than all stages together can hold.
+
+    Args:
+        held_layers: number of layers that each stage can hold.
+    """
     by_stage = [
         f"{count} in stage {index} (role {stage.neediest(sizes, 0, 1).role})"
         for index, (count, stage) in enumerate(zip(held_layers, budgets, strict=True))
     ]
-    num_missing = sizes.profile.num_layers - next_layer
-    # Of all ranks that share the layers, on the kind of device that needs the most bytes.
+    num_held = sum(held_layers)
+    num_missing = sizes.profile.num_layers - num_held
+    if num_missing <= 0:  # enough memory in all, but each stage also needs a layer with a KV cache or a state
+        return PlanError(
+            f"roles: no split of the model's {_format_layers(sizes.profile.num_layers)} over "
+            f"{len(budgets)} stages fits: each stage needs a layer with a KV cache or a state. The stages "
+            f"hold at most {', '.join(by_stage)}. Lower pods or ranksPerPod, or raise "
+            f"{_memory_fields(budgets, sizes)}",
+            reason=PlanReason.INSUFFICIENT_MEMORY,
+        )
+    # The bytes of all ranks of a stage, on the kind of device on which they need the most.
     missing_bytes = sizes.tensor * max(
-        sizes.needed_bytes(next_layer, sizes.profile.num_layers, rank.device)
+        sizes.needed_bytes(num_held, sizes.profile.num_layers, rank.device)
         for stage in budgets
         for rank in stage.ranks
     )
@@ -290,7 +344,7 @@ def _build_too_large_error(budgets: Sequence[StageBudget], sizes: Sizes) -> Plan
     shorter = _OR_SHORTER if _fits_without_cache(budgets, sizes) else ""
     return PlanError(
         f"roles: memory for {num_missing} of the model's {sizes.profile.num_layers} layers is missing "
-        f"({format_bytes(missing_bytes)}). With {_describe_cache(sizes)}, {next_layer} layers fit: "
+        f"({format_bytes(missing_bytes)}). With {_describe_cache(sizes)}, {num_held} layers fit: "
         f"{', '.join(by_stage)}. {remedies}{shorter}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
@@ -306,7 +360,7 @@ def _build_stage_too_small_error(
         layers: index of the first layer, and index after the last layer.
     """
     rank, count = stage.neediest(sizes, *layers), layers[1] - layers[0]
-    rank_bytes, span = rank.budget or 0, (*layers, rank.device)
+    rank_bytes, span = rank.budget or 0, (*layers, rank.device)  # `span`: arguments of methods of Sizes
     needed_bytes = sizes.needed_bytes(*span) + rank.table_bytes
     # A shorter maxModelLen needs less memory to serve, but not less to load.
     fits_while_loading = sizes.loading_bytes(*span) + rank.table_bytes <= rank_bytes
@@ -334,10 +388,7 @@ def _quantize_advice(sizes: Sizes) -> str:
 
 
 def _fits_without_cache(budgets: Sequence[StageBudget], sizes: Sizes) -> bool:
-    """Reports whether all layers would fit if the stages held no KV cache.
-
-    Then each rank needs memory only to load its layers.
-    """
+    """Reports whether all layers would fit if the stages held no KV cache, but only loaded their layers."""
     next_layer = 0
     for stage in budgets:
         if next_layer < sizes.profile.num_layers:

@@ -50,28 +50,42 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int, *, has_graphs:
     Raises:
         PlanError: the processes need more memory even without a model, or the limit has the unit m.
     """
-    role = seat.placed.role
-    _check_memory_unit(role)
+    _check_memory_unit(seat.placed.role)
     if seat.placed.device is Device.GPU:
-        memory = gpu_memory(role, inventory)
-        if memory is not None and memory <= gpu_floor:
-            or_eager = ", or set engine.eager: Always, which needs no CUDA graphs" if has_graphs else ""
-            raise PlanError(
-                f"role {role.name}: a GPU must have more memory than the {format_bytes(gpu_floor)} that "
-                f"{BESIDE_ON_GPUS if has_graphs else BESIDE_WITHOUT_GRAPHS} need (got "
-                f"{format_bytes(memory)}). Use a larger device{or_eager}",
-                reason=PlanReason.INSUFFICIENT_MEMORY,
-            )
-        return None if memory is None else usable_gpu_memory(memory, gpu_floor)
-    pod_bytes = pod_memory(seat.placed.role, inventory)
+        return _gpu_rank_budget(seat.placed.role, inventory, gpu_floor, has_graphs=has_graphs)
+    return _cpu_rank_budget(seat, inventory)
+
+
+def _gpu_rank_budget(role: RoleSpec, inventory: Inventory, gpu_floor: int, *, has_graphs: bool) -> int | None:
+    """Returns the budget of a rank on a GPU. `rank_budget` has the same Args and Raises."""
+    memory_bytes = gpu_memory(role, inventory)
+    if memory_bytes is None:
+        return None
+    if memory_bytes <= gpu_floor:
+        or_eager = ", or set engine.eager: Always, which needs no CUDA graphs" if has_graphs else ""
+        raise PlanError(
+            f"role {role.name}: a GPU must have more memory than the {format_bytes(gpu_floor)} that "
+            f"{BESIDE_ON_GPUS if has_graphs else BESIDE_WITHOUT_GRAPHS} need (got "
+            f"{format_bytes(memory_bytes)}). Use a larger device{or_eager}",
+            reason=PlanReason.INSUFFICIENT_MEMORY,
+        )
+    return usable_gpu_memory(memory_bytes, gpu_floor)
+
+
+def _cpu_rank_budget(seat: Seat, inventory: Inventory) -> int | None:
+    """Returns the budget of a rank on a CPU: an equal part of the pod's memory, without overhead.
+
+    Returns None if the pod's memory is unknown. Raises PlanError if the overhead takes the whole memory.
+    """
+    role = seat.placed.role
+    pod_bytes = pod_memory(role, inventory)
     if pod_bytes is None:
         return None
-    overhead_bytes = role.ranks_per_pod * RANK_OVERHEAD_BYTES + (
-        LEADER_OVERHEAD_BYTES if seat.pod == 0 else 0
-    )
+    has_leader = seat.pod == 0
+    overhead_bytes = role.ranks_per_pod * RANK_OVERHEAD_BYTES + (LEADER_OVERHEAD_BYTES if has_leader else 0)
     if pod_bytes <= overhead_bytes:
         processes = "1 rank" if role.ranks_per_pod == 1 else f"{role.ranks_per_pod} ranks"
-        if seat.pod == 0:
+        if has_leader:
             processes += " and vLLM's API server"
         raise PlanError(
             f"role {role.name}: a pod must have more memory than the {format_bytes(overhead_bytes)} that "
@@ -85,7 +99,7 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int, *, has_graphs:
 def _check_host_tables(seat: Seat, table_bytes: int, inventory: Inventory) -> None:
     """Raises PlanError if the host of a GPU rank lacks memory for tables that vLLM keeps there.
 
-    The rank is in the first stage, so its pod counts as the leader's pod.
+    The rank is in the first stage, so the memory of the leader's processes counts, too.
     """
     role, pod_bytes = seat.placed.role, pod_memory(seat.placed.role, inventory)
     needed_bytes = role.ranks_per_pod * (table_bytes + RANK_OVERHEAD_BYTES) + LEADER_OVERHEAD_BYTES
@@ -224,8 +238,8 @@ class Sizes:
         """Returns the peak bytes of layers first..end-1 on one rank before it has a KV cache.
 
         The rank packs its layers one by one. If packing makes layers smaller, the peak is at the first layer,
-        while all others are still in stored form. Otherwise it is at the last layer, when all others are
-        packed.
+        while all others are still in stored form. Otherwise the peak is at the last layer, when all others
+        are packed.
         """
         stored_bytes = self.layer_weight_bytes(first, end)
         packed_bytes = self.layer_weight_bytes(first, end, device)
@@ -263,7 +277,7 @@ class Sizes:
         return self.rank_share_bytes(divided_bytes) * copies + other_bytes + self.encoder_bytes
 
     def table_names(self, stage: int, num_stages: int) -> tuple[str, ...]:
-        """Returns the names of a stage's parts besides layers and encoder, for messages."""
+        """Returns the names of the parts that a stage has besides layers and encoder, for messages."""
         is_first, is_last = stage == 0, stage == num_stages - 1
         on_all_stages = self.profile.architecture in TABLES_ON_EVERY_STAGE
         is_tied = self.profile.tied_head
@@ -294,7 +308,7 @@ def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:
     """Returns the bytes of each layer's unquantized weights in the checkpoint."""
     if not profile.quantization:
         return profile.layer_bytes
-    if not profile.kinds:  # version 0.1.0 did not record them
+    if not profile.kinds:  # profiles of version 0.1.0 lack them; all weights count as quantized
         return (0,) * profile.num_layers
     return tuple(
         size - kind.quantized_bytes - (kind.routed_bytes if kind.experts_quantized else 0)
@@ -373,7 +387,10 @@ class StageBudget:
         return any(rank.budget is not None for rank in self.ranks)
 
     def tightest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
-        """Returns the rank with the fewest bytes left after layers first..end-1; unknown bytes sort last."""
+        """Returns the rank with the fewest bytes left for KV cache after layers first..end-1.
+
+        A rank of unknown memory is returned only if the memory of all ranks is unknown.
+        """
 
         def left(rank: RankBudget) -> tuple[bool, int]:
             left_bytes = rank.left_bytes(sizes, first, end)
@@ -382,7 +399,10 @@ class StageBudget:
         return min(self.ranks, key=left)
 
     def neediest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
-        """Returns the rank that lacks the most bytes for layers first..end-1; unknown memory sorts last."""
+        """Returns the rank that lacks the most bytes for layers first..end-1.
+
+        A rank of unknown memory is returned only if the memory of all ranks is unknown.
+        """
 
         def missing(rank: RankBudget) -> tuple[bool, int]:
             missing_bytes = rank.missing_bytes(sizes, first, end)
@@ -423,7 +443,7 @@ def stage_budgets(
         memory = gpu_memory(seat.placed.role, inventory) if device is Device.GPU else None
         if device is Device.GPU and stage == 0:  # only the first layers use tables of n-grams
             _check_host_tables(seat, sizes.profile.host_table_bytes // sizes.tensor, inventory)
-        # GPU_USABLE leaves a tenth of the memory free. The floor counts only if it is larger.
+        # GPU_USABLE leaves a tenth of the memory free. A floor counts only if it is larger than this tenth.
         floor_bounds_budget = memory is not None and floor > memory * (1 - GPU_USABLE)
         return RankBudget(
             role=seat.placed.role.name,

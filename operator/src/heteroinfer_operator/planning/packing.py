@@ -86,9 +86,10 @@ def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
 
 
 def _group_bytes(scheme: Scheme) -> tuple[Fraction, Fraction]:
-    """Returns the bytes of a group in the checkpoint, with and without its zero point.
+    """Returns the bytes of a quantization group in the checkpoint, with and without its zero point.
 
-    A group has its codes and a scale. A format without groups counts as if _AMX_BLOCK weights were a group.
+    Both contain the codes and the scale. A format without groups counts as if _AMX_BLOCK weights were a
+    group.
     """
     code_bytes = Fraction((scheme.group or _AMX_BLOCK) * max(scheme.bits, 1), 8)
     zero_point_bytes = Fraction(scheme.bits, 8) if scheme.zeros else _ZERO_POINT_BYTES.get(scheme.name, 0)
@@ -133,6 +134,7 @@ def packing_copy_bytes(profile: ModelProfile, kind: LayerKind, scale: Fraction) 
     Args:
         scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.
     """
+    # For a format without an entry, vLLM copies no linear layers, and experts once.
     num_linear_copies = _PACKING_COPIES.get(profile.scheme.name, 0)
     num_expert_copies = _PACKING_COPIES.get(profile.scheme_of_experts.name, 1)
     linear_bytes = num_linear_copies * kind.quantized_bytes

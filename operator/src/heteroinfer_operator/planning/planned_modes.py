@@ -54,10 +54,10 @@ class PlannedMode:
         return self.profile if self.remote is None else self.remote.remaining
 
     def feed_forward_ranks(self) -> tuple[RankAssignment, ...]:
-        """Returns the feed-forward ranks, without predicted times; their numbers follow those of the stage.
+        """Returns the feed-forward ranks without predicted times, numbered after the ranks of the stage.
 
-        The ranks of the GPU's pod come first: their local ranks follow those of the stage's ranks. The other
-        ranks are in pods of their own, which follow the GPU's pod.
+        The feed-forward ranks in the GPU's pod come first, with local ranks after those of the stage. The
+        other feed-forward ranks are in pods without a GPU, which are numbered after the GPU's pod.
         """
         stage_ranks, remote = self.topology.stages[0], self.remote
         if remote is None:
@@ -69,27 +69,37 @@ class PlannedMode:
                 index_in_pod = index_in_set % rank_set.per_pod
                 if rank_set.pods and not index_in_pod:
                     pod += 1  # the first rank of another pod
-                ranks.append(
-                    RankAssignment(
-                        rank=len(stage_ranks) + index,
-                        local_rank=index_in_pod if rank_set.pods else len(stage_ranks) + index_in_set,
-                        pod=pod,
-                        role=rank_set.role.name,
-                        device=Device.CPU,
-                        stage=0,
-                        tensor_rank=index,
-                        first_layer=remote.layers[0],
-                        end_layer=remote.layers[-1] + 1,
-                        kv_cache_bytes=0,
-                        weight_bytes=rank_weight_bytes(remote, self.engine, index),
-                        feed_forward=FeedForwardShare(
-                            layers=remote.layers,
-                            share=remote.shares[index] if remote.shares else BY_RATE,
-                            by_experts=remote.by_experts,
-                        ),
-                    )
-                )
+                local_rank = index_in_pod if rank_set.pods else len(stage_ranks) + index_in_set
+                role = rank_set.role.name
+                ranks.append(self._build_feed_forward_rank(remote, index, role, pod, local_rank))
         return tuple(ranks)
+
+    def _build_feed_forward_rank(
+        self, remote: FeedForwardPart, index: int, role: str, pod: int, local_rank: int
+    ) -> RankAssignment:
+        """Returns the assignment of one feed-forward rank.
+
+        Args:
+            index: index among the feed-forward ranks.
+        """
+        return RankAssignment(
+            rank=len(self.topology.stages[0]) + index,
+            local_rank=local_rank,
+            pod=pod,
+            role=role,
+            device=Device.CPU,
+            stage=0,
+            tensor_rank=index,
+            first_layer=remote.layers[0],  # this span may contain other layers, too
+            end_layer=remote.layers[-1] + 1,
+            kv_cache_bytes=0,
+            weight_bytes=rank_weight_bytes(remote, self.engine, index),
+            feed_forward=FeedForwardShare(
+                layers=remote.layers,
+                share=remote.shares[index] if remote.shares else BY_RATE,
+                by_experts=remote.by_experts,
+            ),
+        )
 
     def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
         """Returns notes on the plan for the user, one line each.
@@ -117,28 +127,33 @@ class PlannedMode:
         )[0]
         if not stage_budget.is_known:
             feed_forward = placed_role.role.feed_forward
-            if feed_forward is None or feed_forward.layers is None:  # otherwise the user set the number
+            has_user_layers = feed_forward is not None and feed_forward.layers is not None
+            if not has_user_layers:
                 notes.append("the GPU's memory is unknown, so the plan moves only 1 layer. Set deviceMemory")
             return Advice(notes=tuple(notes))
         needs_feed_forward = stage_rank_missing_bytes(topology, self.profile, engine, self.inventory) > 0
         if needs_feed_forward:
             return Advice(notes=tuple(notes))
+        not_needed = self._not_needed_note(remote)
+        return Advice(notes=(*notes, not_needed), hybrid_not_needed=not_needed)
+
+    def _not_needed_note(self, remote: FeedForwardPart) -> str:
+        """Returns the note that the GPUs can hold the model without feed-forward ranks."""
         gpus, other_mode = (
-            ("GPUs", Mode.TENSOR.value) if topology.tensor > 1 else ("GPU", Mode.PIPELINE.value)
+            ("GPUs", Mode.TENSOR.value) if self.topology.tensor > 1 else ("GPU", Mode.PIPELINE.value)
         )
         has_other_pods = any(rank_set.pods for rank_set in remote.sets)
-        not_needed = (
+        return (
             f"feed-forward ranks are not needed: the {gpus} can hold the model and the KV cache for one "
-            f"request of {engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode "
+            f"request of {self.engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode "
             f"{other_mode} without {'CPU roles' if has_other_pods else 'feedForward'}"
         )
-        return Advice(notes=(*notes, not_needed), hybrid_not_needed=not_needed)
 
     def _cpu_limit_notes(self, remote: FeedForwardPart) -> list[str]:
         """Returns a note for each role whose pods have a CPU limit: threads of such pods do not wait busily.
 
-        If ranks are in other pods than the GPU, each pod also has a thread that exchanges rows, which sleeps,
-        too.
+        If feed-forward ranks are in other pods than the GPU, each pod also has a thread that exchanges rows
+        between pods. This thread sleeps, too.
         """
         roles_of_other_pods = [rank_set.role for rank_set in remote.sets if rank_set.pods]
         relay = ", and the thread that exchanges rows with other pods," if roles_of_other_pods else ""
@@ -161,20 +176,12 @@ class PlannedMode:
         """
         profile, engine = self.profile, self.engine
         moved_bytes = sum(remote.profile.layer_bytes)
-        # In mode Pipeline, CPUs would have the first layers: as many as take the same memory.
+        # In mode Pipeline, CPUs would have the first layers: as many as need at least the same memory.
         num_layers_on_cpus, held_bytes = 0, 0
         while held_bytes < moved_bytes and num_layers_on_cpus < profile.num_layers:
             held_bytes += profile.layer_bytes[num_layers_on_cpus]
             num_layers_on_cpus += 1
-        sizes = Sizes.for_settings(profile, engine, 1, batches=1)
-        gpu_sizes = Sizes.for_settings(profile, engine, remote.tensor, batches=1)
-        cpu_reads = count_reads(sizes, 0, num_layers_on_cpus, StepLoad(), has_head=False, engine=engine)
-        gpu_reads = count_reads(
-            gpu_sizes, num_layers_on_cpus, profile.num_layers, StepLoad(), has_head=True, engine=engine
-        )
-        # The CPU ranks divide these layers by their speed, so that all of them take equally long.
-        cpus_s = 1 / sum(1 / cpu_reads.seconds(rate) for rate in feed_forward_rates)
-        pipeline_s = cpus_s + gpu_reads.seconds(stage_rates)
+        pipeline_s = self._pipeline_s(remote.tensor, num_layers_on_cpus, stage_rates, feed_forward_rates)
         stage_sizes = Sizes.for_settings(remote.remaining, engine, remote.tensor, batches=1)
         this_mode_s = count_reads(
             stage_sizes, 0, profile.num_layers, StepLoad(), has_head=True, engine=engine
@@ -189,6 +196,27 @@ class PlannedMode:
             f"{whole_layers} on CPUs and compute for {pipeline_s * 1e3:.1f} ms"
         )
 
+    def _pipeline_s(
+        self, gpus: int, num_layers_on_cpus: int, gpu_rates: Rates, cpu_rates: Sequence[Rates]
+    ) -> float:
+        """Returns the predicted seconds of a step of one request in mode Pipeline.
+
+        Args:
+            gpus: number of GPUs, which share the other layers.
+            num_layers_on_cpus: number of layers on CPUs, which are the first layers.
+            cpu_rates: rates of each CPU rank.
+        """
+        profile, engine = self.profile, self.engine
+        cpu_sizes = Sizes.for_settings(profile, engine, tensor=1, batches=1)
+        gpu_sizes = Sizes.for_settings(profile, engine, gpus, batches=1)
+        cpu_reads = count_reads(cpu_sizes, 0, num_layers_on_cpus, StepLoad(), has_head=False, engine=engine)
+        gpu_reads = count_reads(
+            gpu_sizes, num_layers_on_cpus, profile.num_layers, StepLoad(), has_head=True, engine=engine
+        )
+        # The CPU ranks divide their layers by their speed, so that all of these ranks take equally long.
+        cpus_s = 1 / sum(1 / cpu_reads.seconds(rates) for rates in cpu_rates)
+        return cpus_s + gpu_reads.seconds(gpu_rates)
+
 
 def check_cpu_support(
     mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings
@@ -199,13 +227,13 @@ def check_cpu_support(
         PlanError: the CPU ranks cannot compute their part, however much memory they have.
     """
     if mode is not Mode.FEED_FORWARD:
-        if topology.has_cpu:
+        if topology.has_cpu:  # `check_support` makes the other checks of CPU ranks in stages
             check_load_format(engine)
         return ()
     return check_feed_forward(topology.stages[0][0].placed.role.name, profile, engine)
 
 
-def choose_mode(
+def build_planned_mode(
     mode: Mode,
     spec: HeteroInferenceSpec,
     topology: Topology,
@@ -213,7 +241,7 @@ def choose_mode(
     engine: EngineSettings,
     inventory: Inventory,
 ) -> PlannedMode:
-    """Returns the mode with its ranks' parts of the model, and the engine's settings for it.
+    """Returns a mode with the parts of the model for its ranks, and with the engine's settings.
 
     Raises:
         PlanError: feed-forward ranks cannot compute this model, or their part does not fit.

@@ -26,7 +26,7 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import choose_layers
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, describe_host_tables, stage_budgets
 from heteroinfer_operator.planning.mode_choice import ModeChoice
-from heteroinfer_operator.planning.planned_modes import check_cpu_support, choose_mode
+from heteroinfer_operator.planning.planned_modes import build_planned_mode, check_cpu_support
 from heteroinfer_operator.planning.predicted_plan import predict_ranks
 from heteroinfer_operator.planning.rates import Rates
 from heteroinfer_operator.planning.topology import Topology, build_topology
@@ -114,18 +114,10 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     stage_spec = spec.changed(roles=spec.stage_roles)  # without roles that have only feed-forward ranks
     topology = build_topology(stage_spec, inventory, has_encoder=has_encoder)
     _check_tensor_size(topology.tensor, profile)
-    engine = choose_engine_settings(
-        spec,
-        profile,
-        has_cpu=topology.has_cpu or wanted_mode is Mode.FEED_FORWARD,
-        has_mixed_stage=topology.has_mixed_stage,
-        tensor=topology.tensor,
-        served_name=request.served_name,
-        model_path=request.model_path,
-    )
+    engine = _choose_engine(request, topology, wanted_mode)
     num_stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
     warnings = _check_model(request, wanted_mode, topology, engine, inventory)
-    mode = choose_mode(wanted_mode, spec, topology, profile, engine, inventory)
+    mode = build_planned_mode(wanted_mode, spec, topology, profile, engine, inventory)
     engine = mode.engine  # with a ring, mode FeedForward may change the tokens of a step
     ring = None if mode.remote is None else mode.remote.ring
     batches = batches_at_once(wanted_mode, num_stages, first_device, tensor=topology.tensor)
@@ -154,6 +146,20 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         sizes=sizes,
         rates=rates,
         remote=mode.remote,
+    )
+
+
+def _choose_engine(request: GroupRequest, topology: Topology, mode: Mode) -> EngineSettings:
+    """Returns the engine settings for a topology; raises the errors of `choose_engine_settings`."""
+    return choose_engine_settings(
+        request.spec,
+        request.profile,
+        # The topology lacks the feed-forward ranks of mode FeedForward, which are always on CPUs.
+        has_cpu=topology.has_cpu or mode is Mode.FEED_FORWARD,
+        has_mixed_stage=topology.has_mixed_stage,
+        tensor=topology.tensor,
+        served_name=request.served_name,
+        model_path=request.model_path,
     )
 
 
@@ -187,8 +193,8 @@ def _check_model(
     try:
         notes = run_all_checks(*checks_on_any_device)
     except PlanError:
-        # Raises an error again, with the reasons of the checks on these devices, too. It has no alternatives,
-        # because no device can run the model.
+        # Raises the error again, now with the reasons of the checks on these devices, too. The error names no
+        # alternatives, because no device can run the model.
         return run_all_checks(*checks_on_any_device, lambda: check(profile))
     try:
         return (*notes, *check(profile))

@@ -1,8 +1,8 @@
 """Predicts the time of a step: the bytes that the step reads, divided by the device's rate. Pure.
 
 A decode step reads each weight once that its tokens use: all weights of a dense layer, the chosen experts of
-a mixture, and the head. It also reads the KV cache of each request, up to the size of the window. If a step
-has many tokens, its operations take longer than reading.
+a mixture, and the head. The step also reads the KV cache of each request, up to the size of the window. If a
+step has many tokens, its operations take longer than reading.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -87,9 +87,9 @@ def _slowest(all_predictions: Iterable[Prediction]) -> Prediction:
 
 
 def _at_least(predicted: Prediction, seconds: float) -> Prediction:
-    """Returns a prediction, or the time of kernel launches on the host (`seconds`) if that is longer.
+    """Returns a prediction, or the time of kernel launches on the host (`seconds`) if this time is longer.
 
-    A GPU computes while the host launches the next kernels, so the times overlap.
+    A GPU computes while the host launches the next kernels, so the two times overlap.
     """
     return _slowest((predicted, _with_range(seconds, GPU_ERROR))) if seconds else predicted
 
@@ -100,7 +100,7 @@ def _format_ms(seconds: float) -> str:
 
 
 def predict(plan: Plan, rates: Sequence[Rates] = ()) -> Prediction:
-    """Returns the predicted decode step of one request. The step passes one stage after the other.
+    """Returns the predicted time of a decode step of one request, which passes one stage after the other.
 
     Args:
         rates: rates by rank with which the plan was predicted; empty if they are unknown, which widens the
@@ -113,7 +113,7 @@ def predict(plan: Plan, rates: Sequence[Rates] = ()) -> Prediction:
 
     step = _predict_overhead(plan)
     for stage in range(plan.pipeline_parallel_size):
-        # A stage waits in each moved layer, so the time of its feed-forward ranks is added.
+        # The rank with attention waits in each layer of feed-forward ranks, so their time is added.
         step += _at_least(_slowest(map(predicted_time, plan.stage(stage))), eager_launch_s(plan, stage))
         step += _slowest(map(predicted_time, plan.feed_forward_ranks(stage)))
         step += _with_range(collectives_s(plan, stage), GPU_ERROR)
@@ -233,20 +233,15 @@ def count_reads(
             bytes_without_experts - unquantized_without_experts, tokens, operations_per_byte
         )
         # A step reads each chosen expert once, but each token computes with its own experts.
+        # operations_per_byte already counts all tokens, so the operations follow from the bytes of one
+        # token's experts.
         chosen_bytes = kind.expected_experts(tokens) * kind.expert_bytes * rank_share
         row_bytes = tokens * kind.experts_per_token * kind.expert_bytes * rank_share
         experts += WeightReads(
             bytes=chosen_bytes, operations=row_bytes / tokens * operations_per_byte, row_bytes=row_bytes
         )
         cache += load.requests * _cached_bytes(kind, load.context, engine, sizes.tensor)
-        # Each compared element needs a multiplication and an addition for its key, and both for its value.
-        attention += (
-            4
-            * tokens
-            * _num_attended_tokens(kind, load.context)
-            * _compared_elements(sizes, kind)
-            / sizes.tensor
-        )
+        attention += _attention_operations(sizes, kind, tokens, load.context)
     if has_head:
         # A weight of the head has 2 bytes, and needs 2 operations for each request.
         head = _weight_reads(sizes.head_bytes, load.requests, 2 * load.requests / 2)
@@ -265,12 +260,20 @@ def _weight_reads(num_bytes: float, rows: float, operations_per_byte: float) -> 
 def _bytes_per_weight(sizes: Sizes, kind: LayerKind) -> float:
     """Returns the bytes per weight of a layer's experts, or of a dense layer.
 
-    An unquantized weight has 2 bytes. It has more only if the engine's type is wider than the
-    checkpoint's (scale above 1).
+    An unquantized weight has 2 bytes, or more if the engine's type is wider than the checkpoint's type (scale
+    above 1).
     """
     bits = sizes.profile.scheme.bits
     is_quantized = kind.experts_quantized or (kind.quantized_bytes and not kind.experts)
     return bits / 8 if is_quantized and bits else 2.0 * max(float(sizes.scale), 1.0)
+
+
+def _attention_operations(sizes: Sizes, kind: LayerKind, tokens: int, context: int) -> float:
+    """Returns the multiplications and additions of one rank for attention in a layer.
+
+    Each compared element needs a multiplication and an addition for its key, and both again for its value.
+    """
+    return 4 * tokens * _num_attended_tokens(kind, context) * _compared_elements(sizes, kind) / sizes.tensor
 
 
 def _num_attended_tokens(kind: LayerKind, context: int) -> int:
@@ -316,7 +319,7 @@ def forecast(
     load: StepLoad,
     feed_forward_wait: FeedForwardWait = _no_wait,
 ) -> Prediction:
-    """Returns the predicted decode step of a load.
+    """Returns the predicted time of a decode step of a load.
 
     Args:
         sizes: sizes of one rank.
@@ -409,7 +412,10 @@ def slowest_rank(
 def compute_s(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], rank: RankAssignment, load: StepLoad
 ) -> float:
-    """Returns the seconds in which a rank of a stage computes in a step of this load."""
+    """Returns the seconds in which a rank of a stage computes in a step of this load.
+
+    A GPU that launches kernels for longer than it computes takes the time of the launches.
+    """
     is_last = rank.stage == plan.pipeline_parallel_size - 1
     reads = count_reads(sizes, rank.first_layer, rank.end_layer, load, has_head=is_last, engine=plan.engine)
     return max(reads.seconds(rates[rank.rank]), _launch_s(plan, sizes, rank, load))

@@ -98,7 +98,7 @@ def predict_wait(
     Args:
         gpu: rates of the rank with attention.
         rates: rates of each feed-forward rank, in rank order.
-        gap_s: seconds of the step in which the GPU does other work. It can copy experts at the same time.
+        gap_s: seconds of the step in which the GPU does other work, while it can already copy experts.
     """
     cpu_s = max(feed_forward_seconds(remote, engine, rates, load))
     rows = load.requests * load.tokens

@@ -22,10 +22,11 @@ _MAX_TIME_RATIO: Final = 1.05
 
 
 def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
-    """Makes the plan of a spec that has a mode, with as many tokens of a step as its limit allows.
+    """Makes the plan of a spec that has a mode, with steps as large as its limit of time allows.
 
-    If even the smallest step exceeds the limit, the plan has a note, and the largest steps that take hardly
-    longer than the smallest step. Smaller steps would delay first tokens without keeping the limit.
+    The limit is `engine.maxTimeBetweenTokens`. If even the smallest step exceeds the limit, the plan has a
+    note, and the largest steps that take hardly longer than the smallest step. Smaller steps would delay
+    first tokens without keeping the limit.
 
     Raises:
         PlanError: as `make_plan`.
@@ -34,29 +35,30 @@ def plan_within_limit(request: GroupRequest, inventory: Inventory) -> Planned:
     limit = request.spec.engine.max_time_between_tokens
     if limit is None or not exceeding_s(planned):
         return planned
-    sizes = list(_smaller_token_limits(planned.plan.engine))
-    smallest = _plan_with_tokens(request, inventory, sizes[0]) if sizes else planned
+    token_limits = list(_smaller_token_limits(planned.plan.engine))
+    smallest = _plan_with_tokens(request, inventory, token_limits[0]) if token_limits else planned
     smallest_s = exceeding_s(smallest)  # 0 if the smallest step keeps the limit
     longest_s = _MAX_TIME_RATIO * smallest_s if smallest_s else parse_duration_s(limit)
-    best = _find_largest_step(request, inventory, sizes[1:], longest_s) or smallest
+    best = _find_largest_step(request, inventory, token_limits[1:], longest_s) or smallest
     return replace(best, notes=(*best.notes, _exceeded_note(best, limit))) if smallest_s else best
 
 
 def _find_largest_step(
-    request: GroupRequest, inventory: Inventory, sizes: list[int], limit_s: float
+    request: GroupRequest, inventory: Inventory, token_limits: list[int], limit_s: float
 ) -> Planned | None:
-    """Returns the plan with the largest of these sizes whose longest step takes at most `limit_s`, or None.
+    """Returns the plan with the largest of these token limits whose longest step takes at most `limit_s`.
 
-    The time of the longest step grows with the size, so a binary search finds the size.
+    Returns None if there is no such limit. The time of the longest step grows with the limit, so a binary
+    search finds the limit.
 
     Args:
-        sizes: numbers of tokens of a step, ascending.
+        token_limits: limits for the tokens of a step, ascending.
     """
     best = None
-    low, high = 0, len(sizes)
+    low, high = 0, len(token_limits)
     while low < high:
         middle = (low + high) // 2
-        tried = _plan_with_tokens(request, inventory, sizes[middle])
+        tried = _plan_with_tokens(request, inventory, token_limits[middle])
         if time_between_tokens(tried).step_s <= limit_s:
             best, low = tried, middle + 1
         else:
@@ -67,8 +69,9 @@ def _find_largest_step(
 def time_between_tokens(planned: Planned) -> Prediction:
     """Predicts the longest time between two tokens of a request while prompts of others are computed.
 
-    It is the sum of two times: the longest step with a chunk at the end of a prompt of the maximum length,
-    and the time for reading the KV cache of the requests of `planning.load`, which run at the same time.
+    This time is the sum of two times: the longest step with a chunk at the end of a prompt of the maximum
+    length, and the time for reading the KV cache of the requests of `planning.load`, which run at the same
+    time.
     """
     plan = planned.plan
     wait = build_feed_forward_wait(plan, planned.sizes, planned.rates, planned.remote)
@@ -131,8 +134,7 @@ def _smaller_token_limits(engine: EngineSettings) -> Iterator[int]:
 def _plan_with_tokens(request: GroupRequest, inventory: Inventory, tokens: int) -> Planned:
     """Makes the plan with this many tokens of a step.
 
-    The result has the original request, not the request with this number: `engine.maxBatchedTokens` stays as
-    the user set it.
+    The result has the original request, so its `engine.maxBatchedTokens` stays as the user set it.
     """
     engine = request.spec.engine.changed(max_batched_tokens=tokens)
     planned = make_plan(replace(request, spec=request.spec.changed(engine=engine)), inventory)

@@ -84,7 +84,8 @@ def build_topology(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encod
         has_encoder: whether the group serves an encoder, which runs on the first rank.
 
     Raises:
-        PlanError: the sizes do not fit the roles, or vLLM does not support their order.
+        PlanError: the ranks of the roles cannot form the stages, or vLLM does not support the order of their
+            devices.
     """
     placed, notes = _place_roles(spec, inventory)
     tensor = tensor_size(spec)

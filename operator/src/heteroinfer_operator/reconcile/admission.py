@@ -37,8 +37,8 @@ def decide_admission(
     outdated = _find_outdated_group(context, last_statuses, by_group)
     if revision is None or outdated is None:
         return Admission()
-    # A dry run without an answer is stored as a refusal with the reason NOT_ANSWERED, so that the retry
-    # waits, too. Such a refusal is not a problem of the spec.
+    # A dry run without an answer is stored as a refusal with the reason NOT_ANSWERED, so that its retry also
+    # waits. Such a refusal is not a problem of the spec.
     refusal = next(
         (known for known in context.refusals if (known.kind, known.name) == (REVISION, target_name)), None
     )
@@ -79,7 +79,7 @@ def _build_example_objects(context: Context, revision: Revision, status: GroupSt
     plan = planned.plan
     revision = revision.with_mode(None if planned.choice is None else planned.choice.chosen)
     next_epoch = transitions.with_dry_run_epoch(status, plan_hash=plan.hash)
-    # Reversed, so that the first pod of each role and device replaces the later ones in the dictionary.
+    # Reversed, so that the first pod of each role and device replaces the later pods in the dictionary.
     example_pods = {(pod.role, pod.device): pod.index for pod in reversed(plan.pods)}
     creates = build_pod_creates(
         context, revision, next_epoch, plan, set(example_pods.values()), planned.node_assignment

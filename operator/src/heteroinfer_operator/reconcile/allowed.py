@@ -36,10 +36,10 @@ class Allowed:
 
     Attributes:
         remote_code: whether a model's own Python code may run in its pods.
-        arguments: options of vLLM in addition to the listed ones; None allows all but weight offloading.
-        environment: environment variables in addition to the listed ones: names, or prefixes that end with
+        arguments: options of vLLM in addition to allowed_args.py; None allows all but weight offloading.
+        environment: environment variables in addition to allowed_env.py: names, or prefixes that end with
             `*`; None allows all.
-        annotations: annotations of pods in addition to the listed ones: keys, or prefixes that end with a
+        annotations: annotations of pods in addition to ANNOTATIONS: keys, or prefixes that end with a
             slash; None allows all.
         images: images for `engine.image` and image volumes: names, or prefixes that end with / : or @;
             empty allows all.
@@ -86,7 +86,7 @@ class Allowed:
                     )
 
     def _find_forbidden_images_and_paths(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        """Yields an error for each image that is not allowed, and for a model's node path that is not."""
+        """Yields an error for each image that is not allowed, and for a node path that is not allowed."""
         for field, image in _images_of_pods(spec):
             if self.images and not _matches_entry(image, self.images, prefix_ends=_IMAGE_ENDS):
                 yield PlanError(
@@ -127,9 +127,9 @@ class Allowed:
 
 
 def _images_of_pods(spec: HeteroInferenceSpec) -> Iterator[tuple[str, str]]:
-    """Yields each image that pods run or mount, after the name of its field.
+    """Yields the field and the name of each image that pods run or mount.
 
-    The image of a model is not included: it contains weights, not code.
+    Leaves out the image of a model, because it contains weights instead of code.
     """
     if spec.engine.image:
         yield "engine.image", spec.engine.image

@@ -53,9 +53,9 @@ def check_against_pods(context: Context, status: GroupStatus, pods: Sequence[Pod
     epoch = newest_epoch if running_epoch is None else running_epoch
     current_pods = by_epoch.get(epoch, ())
     origin = EpochOrigin.from_pods(context, status, current_pods)
-    # Own pods are all pods of older epochs, and those of the current epoch whose index the epoch can have.
-    own_uids = {pod.uid for pod_epoch, older in by_epoch.items() if pod_epoch < epoch for pod in older}
-    own_uids |= {pod.uid for pod in current_pods if origin.can_have_pod(index_of(pod))}
+    older_pods = [pod for pod in pods if epoch_of(pod) < epoch]
+    possible_pods = [pod for pod in current_pods if origin.can_have_pod(index_of(pod))]
+    own_uids = {pod.uid for pod in (*older_pods, *possible_pods)}
     return CheckedGroup(
         status=_without_impossible_members(context, status, epoch, origin),
         pods=tuple(pod for pod in pods if pod.uid in own_uids),
@@ -69,21 +69,22 @@ def _find_running_epoch(
     """Returns the epoch whose pods all exist and have not ended; None without such an epoch.
 
     If the status already contains the end of an epoch, this epoch counts only while all its pods are Ready.
-    This revokes the end: the operator writes an end before it deletes the pods, and may die in between. If
+    Then the end is ignored: the operator writes an end before it deletes the pods, and may die in between. If
     the end was right, a pod has ended or is missing, or the operator finds the end again.
 
     Of several such epochs, an epoch with only Ready pods takes precedence, then the epoch of the status, then
-    the highest. The epoch of the status comes before a higher one, because other users can create all pods of
-    a higher epoch.
+    the highest epoch. The epoch of the status comes before a higher epoch, because other users can create all
+    pods of a higher epoch.
     """
     ended_epochs = {failure.epoch for failure in status.failures}
     candidates: list[tuple[bool, bool, int]] = []
     for epoch, pods in by_epoch.items():
         origin = EpochOrigin.from_pods(context, status, pods)
-        own = [pod for pod in pods if origin.can_have_pod(index_of(pod))]
-        is_whole = bool(own) and not origin.missing_indices(own) and not any(pod.ended for pod in own)
+        possible_pods = [pod for pod in pods if origin.can_have_pod(index_of(pod))]
+        have_all_pods = bool(possible_pods) and not origin.missing_indices(possible_pods)
+        is_whole = have_all_pods and not any(pod.ended for pod in possible_pods)
         # Without the number of pods, a missing pod would go unnoticed.
-        serves = origin.knows_pod_count and all(pod.ready for pod in own)
+        serves = origin.knows_pod_count and all(pod.ready for pod in possible_pods)
         if is_whole and (serves or epoch not in ended_epochs):
             candidates.append((serves, epoch == status.epoch, epoch))
     if not candidates:
@@ -97,8 +98,8 @@ def _status_epoch_is_possible(
 ) -> bool:
     """Reports whether the operator can have written the epoch in this status.
 
-    It can have written the epoch if the number is at most `largest_epoch`, or if pods of this epoch or of the
-    epoch before it exist. (The operator writes an epoch to the status before it creates the epoch's pods.)
+    The number must be at most `largest_epoch`, or pods of this epoch or of the epoch before it must exist:
+    the operator writes an epoch to the status before it creates the epoch's pods.
     """
     return status.epoch <= context.largest_epoch or not by_epoch.keys().isdisjoint(
         {status.epoch, status.epoch - 1}
@@ -119,7 +120,7 @@ def _without_impossible_members(
     """Removes the entries of pods that the epoch cannot have."""
 
     def is_possible(entry: RankEntry) -> bool:
-        """Reports whether the name of the entry's pod is that of a pod of this group and epoch."""
+        """Reports whether this group and epoch can have a pod with the name in the entry."""
         parsed_name = identity.parse_worker_name(context.owner, entry.pod)
         if parsed_name is None:
             return False

@@ -40,12 +40,15 @@ _MAX_FAILURE_CHARACTERS: Final = 400
 
 
 def max_pods_per_minute(wanted: int) -> int:
-    """Number of pods that a resource with `wanted` wanted pods may create within a minute."""
+    """Returns how many pods the operator may create within a minute for `wanted` wanted pods."""
     return 2 * wanted + 10
 
 
 def wanted_pods(resource: ResourceView) -> int:
-    """Number of worker pods that a resource asks for; at least 1."""
+    """Returns the number of worker pods that a resource asks for; at least 1.
+
+    Reads the stored spec without validation, because the budget applies to an invalid spec, too.
+    """
     roles = resource.spec.get("roles")
     pods_of_roles = [_integer_or(role.get("pods"), 1) for role in roles or () if isinstance(role, Mapping)]
     groups = parse_lifecycle(resource.spec).replicas
@@ -65,7 +68,7 @@ class Window:
     """The times of an action's recent runs, within a sliding time window of length `within`."""
 
     within: timedelta
-    _moments: list[datetime] = field(default_factory=list)
+    _times: list[datetime] = field(default_factory=list)
 
     def time_until_space(self, count: int, limit: int, now: datetime) -> timedelta:
         """Returns how long `count` more actions must wait until the window has space for them.
@@ -74,8 +77,8 @@ class Window:
         the window is empty; otherwise they would never run.
         """
         # A clock that was set back must not prolong the wait.
-        recent = [min(moment, now) for moment in self._moments if now - moment < self.within]
-        self._moments = recent
+        recent = [min(run_at, now) for run_at in self._times if now - run_at < self.within]
+        self._times = recent
         num_to_leave = min(len(recent) + count - limit, len(recent))
         if num_to_leave <= 0:
             return timedelta()
@@ -84,12 +87,12 @@ class Window:
 
     def add(self, now: datetime) -> None:
         """Records that an action runs now."""
-        self._moments.append(now)
+        self._times.append(now)
 
     def remove_newest(self) -> None:
         """Removes the newest action, because it did not run after all."""
-        if self._moments:
-            self._moments.pop()
+        if self._times:
+            self._times.pop()
 
 
 @dataclass(slots=True)
@@ -110,10 +113,10 @@ class Budget:
     """Whether the last sent status was stored, so that another writer can have changed it."""
 
     def record_sent_status(self, stored: Manifest, sent: Manifest, now: datetime) -> None:
-        """Records a status that is sent now, and counts if another writer changed the status sent before.
+        """Records a status that is sent now, and counts whether another writer undid the last sent status.
 
-        If the stored status is a status that this operator sent, no other writer changed it. (The API server
-        may have stored a status even if the write got no answer.)
+        No other writer changed the stored status if this operator has sent it. The API server may have stored
+        a status even if its write got no answer.
 
         Args:
             stored: status of the resource that the decision has read.
@@ -152,10 +155,13 @@ class Budget:
 
 @dataclass(slots=True)
 class Spending:
-    """The budget of one decision's actions.
+    """Decides which actions of one decision the budget allows.
+
+    The budget allows all new pods of a group together or none of them, because a group with only some of its
+    pods cannot start.
 
     Args:
-        actions: all actions of the decision; the pods of a group are created together or not at all.
+        actions: all actions of the decision.
     """
 
     budget: Budget
@@ -165,7 +171,7 @@ class Spending:
     _pods: Counter[frozenset[str]] = field(init=False)
     _granted: set[frozenset[str]] = field(init=False, default_factory=set)
     _reserved: int = field(init=False, default=0)
-    """Number of granted pods that `spend` has not counted yet: it gets the pods of a group one by one."""
+    """Number of granted pods that `spend` has not counted yet, because it gets pods one by one."""
 
     def __post_init__(self) -> None:
         """Counts the pods to create for each group."""
@@ -190,11 +196,10 @@ class Spending:
     def _time_until_pods_allowed(self, scopes: frozenset[str]) -> timedelta:
         """Returns how long the next pod of a group must wait.
 
-        If the budget grants the first pod of a group, it grants all pods of the group, and reserves their
-        share, because a group with only some of its pods cannot start.
+        If the budget grants the first pod of a group, it also reserves the share of the group's other pods.
 
         Args:
-            scopes: scopes of the pod, which all pods of its group share.
+            scopes: scopes of the pod. All pods of its group have the same scopes.
         """
         if scopes in self._granted:
             self._reserved = max(self._reserved - 1, 0)
@@ -215,7 +220,10 @@ class Spending:
         return wait.total_seconds()
 
     def uncount(self, action: Action) -> None:
-        """Removes an action from the count if the action was to create a pod. The pod was not created."""
+        """Removes the creation of a pod from the count, because its request was not sent.
+
+        Does nothing for other actions.
+        """
         if creates_pod(action):
             self.budget.pods.remove_newest()
 
@@ -249,7 +257,7 @@ class Spending:
         return f". Fix the cause of the last failure: {failure}"
 
     def describe_other_writer(self) -> str:
-        """Describes another operator that undoes each status write; returns "" without one."""
+        """Describes another operator that undoes each status write; returns "" without such an operator."""
         if self.budget.undone < UNDONE_BY_OTHERS:
             return ""
         others = ", ".join(sorted(self.resource.status_managers - {names.MANAGER}))

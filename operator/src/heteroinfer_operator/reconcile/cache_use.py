@@ -32,13 +32,13 @@ _COMMIT_OF_CLAIM: Final = re.compile(r"pvc://[^/]+/[^/]+/([0-9a-f]{40,64})/?")
 def claim_to_clean(resource: ResourceView) -> str:
     """Returns the claim from which a fetch that begins now may remove commits, or "".
 
-    Each reconcile runs this check, so it parses the spec only if the cheap checks before pass.
+    Each reconcile calls this function, so it parses the spec only after cheap checks.
     """
     uri = _read_path(resource.spec, "model", "uri")
     is_ready = _read_path(resource.status, "model", "phase") == ModelPhase.READY.value
     is_current = resource.status.get("observedGeneration") == resource.generation
     is_hub_model = isinstance(uri, str) and uri.startswith(HUB_SCHEME)
-    is_fetched = is_ready and is_current
+    is_fetched = is_ready and is_current  # so no fetch begins now
     if not is_hub_model or is_fetched:
         return ""
     try:
@@ -83,9 +83,9 @@ def find_token(key: CleanupKey, owner_uid: str, pod: PodView, number: int) -> st
 
 
 def _build_token(key: CleanupKey, owner_uid: str, pod_name: str, cleanup: CacheCleanup, number: int) -> str:
-    """Returns the token of one question of one pod about one list of commits.
+    """Returns the token for a question of a pod about its list of commits.
 
-    The list contains the time at which it was made, so a later pod of the same name has other tokens.
+    The list contains the time of its creation, so a later pod of the same name has other tokens.
     """
     text = replace(cleanup, token_hashes=()).to_json()
     return key.token(owner_uid, pod_name, text, str(number))
@@ -134,17 +134,15 @@ class _UnknownUseError(Exception):
 
 def _find_all_commits(spec: HeteroInferenceSpec, observation: ResourceObservation) -> set[str] | None:
     """Returns the commits in the cache of a spec that any resource uses; None if not all are known."""
-    if observation.other_cache_users is None:
+    users = observation.other_cache_users
+    if users is None:
         return None
     claim = _cache_claim(observation.resource, spec)
-    if any(
-        _may_use_unnamed_commit(user.resource, spec.model.uri, claim)
-        for user in observation.other_cache_users
-    ):
+    if any(_may_use_unnamed_commit(user.resource, spec.model.uri, claim) for user in users):
         return None
     try:
         in_use = _find_commits(observation.resource, observation.objects, claim)
-        for user in observation.other_cache_users:
+        for user in users:
             in_use |= _find_commits(user.resource, user.objects, claim)
     except (_UnknownUseError, ValueError, RecursionError):
         return None
@@ -193,9 +191,7 @@ def _find_commits(resource: ResourceView, objects: Sequence[Manifest], claim: st
 
 
 def _commits_in_spec(spec: object, claim: str) -> set[Any]:
-    """Returns the values of the fields of a stored spec that may name a commit.
-
-    A value may also be a tag or None.
+    """Returns the values of the fields of a stored spec that may name a commit: commits, tags or None.
 
     Raises:
         _UnknownUseError: the spec may use any commit of the claim.
@@ -240,15 +236,15 @@ def _may_use_unnamed_commit(resource: ResourceView, uri: str, claim: str) -> boo
     current spec.
     """
     claim_name = _read_path(resource.spec, "model", "cache", "claimName")
-    is_cached_here = claim_name == claim if claim_name else identity.is_model_claim_of(resource.key, claim)
-    if not is_cached_here or _read_path(resource.spec, "model", "uri") != uri:
-        return False
-    is_current = resource.status.get("observedGeneration") == resource.generation
-    return not (is_current and is_commit(_read_path(resource.status, "model", "commit")))
+    is_same_claim = claim_name == claim if claim_name else identity.is_model_claim_of(resource.key, claim)
+    is_same_model = _read_path(resource.spec, "model", "uri") == uri
+    is_status_current = resource.status.get("observedGeneration") == resource.generation
+    names_commit = is_status_current and is_commit(_read_path(resource.status, "model", "commit"))
+    return is_same_claim and is_same_model and not names_commit
 
 
 def _read_path(value: object, *path: str) -> Any:
-    """Reads the text or number at a path of stored JSON, or None."""
+    """Returns the text or number at a path of stored JSON; None for another value or without the path."""
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else None
     return value if isinstance(value, str | int) else None

@@ -4,7 +4,7 @@ The operator builds a group's policy, Service and plan from the revision of the 
 pod is gone, even if the spec has changed since.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from heteroinfer_contract import names
@@ -72,41 +72,35 @@ def find_children(
 ) -> Children:
     """Returns the children that these decisions need, and the existing children that must stay.
 
-    `decisions` cover all groups, including groups that are no longer wanted.
+    Args:
+        decisions: decisions about all groups, including groups that are no longer wanted.
+        by_group: pods of each group, by group index.
     """
     owner = context.owner
-    # A group that was scaled away needs its children until its last pod is gone.
-    remaining = [d for d in decisions if d.status.index < context.replicas or by_group.get(d.status.index)]
+    # An unwanted group needs its children until its last pod is gone.
+    remaining = [
+        decision
+        for decision in decisions
+        if decision.status.index < context.replicas or by_group.get(decision.status.index)
+    ]
     revisions = {
         decision.status.index: _find_revision(context, decision, by_group.get(decision.status.index, ()))
         for decision in remaining
     }
     wanted: list[Child] = []
-    kept_names: set[str] = set()
     for decision in remaining:
-        index = decision.status.index
-        if (revision := revisions[index]) is not None:
+        if (revision := revisions[decision.status.index]) is not None:
             wanted += _build_group_children(context, decision, revision)
         if decision.gang_object is not None:
-            wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
-        if decision.runs:
-            # The gang object of a running epoch stays because of its name: a cluster may list it under
-            # several API versions.
-            kept_names.add(gang_name(context.epoch_ref(decision.status)))
+            scopes = frozenset({group_scope(decision.status.index)})
+            wanted.append(Child(manifest=decision.gang_object, scopes=scopes))
     wanted += _build_shared_budget(context, decisions, by_group)
     wanted += _build_plan_config_maps(owner, decisions)
     in_use = _find_revisions_in_use(context, remaining, revisions)
-    kept_names |= {identity.revision_record(owner, name) for name in in_use}
     wanted += _build_record_children(context, in_use)
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
     wanted += _build_resource_children(context, tuple(in_use), ports)
-    # While the policies of the namespace are unknown, the operator's own policies stay.
-    kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
-    if context.target.refusal is not None:
-        # A refused spec gives no port and no claim, and a pod may still fetch the model of the last spec. So
-        # the clients' Service, the claims and the policies stay.
-        kept_names.add(identity.client_service(owner))
-        kept_kinds |= {CLAIM, POLICY_KIND}
+    kept_names, kept_kinds = _find_kept(context, remaining, in_use)
     plans = (identity.plan_config_map(owner, name) for name in context.plans)
     records = (identity.revision_record(owner, name) for name in context.recorded)
     return Children(
@@ -120,12 +114,37 @@ def find_children(
     )
 
 
+def _find_kept(
+    context: Context, remaining: Sequence[GroupDecision], in_use: Collection[str]
+) -> tuple[set[str], set[str]]:
+    """Returns the names, and the kinds, of existing children that must stay.
+
+    Args:
+        remaining: decisions about groups that need children.
+        in_use: names of the revisions of these groups.
+    """
+    # The gang object of a running epoch stays because of its name: a cluster may list it under several API
+    # versions.
+    running = [decision for decision in remaining if decision.runs]
+    kept_names = {gang_name(context.epoch_ref(decision.status)) for decision in running}
+    kept_names |= {identity.revision_record(context.owner, name) for name in in_use}
+    # While the operator does not know the namespace's policies, its own policies stay.
+    kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
+    if context.target.refusal is not None:
+        # A refused spec gives no port and no claim, and a pod may still fetch the model of the last spec. So
+        # the clients' Service, the claims and the policies stay.
+        kept_names.add(identity.client_service(context.owner))
+        kept_kinds |= {CLAIM, POLICY_KIND}
+    return kept_names, kept_kinds
+
+
 def _find_revisions_in_use(
     context: Context, decisions: Sequence[GroupDecision], revisions: Mapping[int, Revision | None]
 ) -> dict[str, set[str]]:
-    """Returns, for each name of a revision in use, the scopes of the groups that use it, sorted by name.
+    """Returns the scopes of the groups that use each revision, by the revision's name, sorted by name.
 
-    A group uses the revision of its pods. The revision in its status may already be that of the next epoch.
+    A group uses the revision of its pods, and the revision in its status, which may already be the revision
+    of the next epoch.
 
     Args:
         revisions: revision of each group's pods, by group index; None if it is not stored.
@@ -138,7 +157,7 @@ def _find_revisions_in_use(
         for name in names_of_group:
             if name is not None:
                 in_use.setdefault(name, set()).add(group_scope(index))
-    # The target's record stays even without groups, because it has the chosen mode.
+    # The record of the current spec's revision stays even without groups, because it has the chosen mode.
     target = context.revisions.get(context.target.name or "")
     if target is not None and target.chosen is not None:
         in_use.setdefault(target.name, set())
@@ -146,7 +165,7 @@ def _find_revisions_in_use(
 
 
 def _find_revision(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
-    """Returns the revision of a group's pods; without pods, that of its status or of the current spec.
+    """Returns the revision of a group's pods; without pods, the revision in its status or of the spec.
 
     Returns None if the revision is not stored.
     """
@@ -187,9 +206,9 @@ def _build_shared_budget(
     """Builds the disruption budget that several groups share.
 
     While all groups with pods serve, the budget allows the eviction of one pod, if at least two groups have
-    pods or all other groups sleep. A group without pods waits for capacity or for its next start. It does not
-    count, so that it does not block a drain. A sleeping group does not count either, because a user put it to
-    sleep. While a rollout stops a group, the budget allows no eviction.
+    pods or all other groups sleep. Two kinds of groups do not count, so that they do not block a drain:
+    groups without pods, which wait for capacity or for their next start, and sleeping groups. While a rollout
+    stops a group, the budget allows no eviction.
     """
     wanted = [decision for decision in decisions if decision.status.index < context.replicas]
     if len(wanted) < 2:
@@ -202,8 +221,9 @@ def _build_shared_budget(
         for decision in awake
         if decision.runs and (decision.creates or by_group.get(decision.status.index))
     ]
-    may_evict = (len(pod_counts) > 1 or len(awake) == 1) and not context.eviction_block.wanted
-    num_evictable = 1 if may_evict else 0
+    do_all_others_sleep = len(awake) == 1
+    has_reserve = len(pod_counts) > 1 or do_all_others_sleep
+    num_evictable = 1 if has_reserve and not context.eviction_block.wanted else 0
     manifest = build_shared_budget(context.owner, min_available=max(sum(pod_counts) - num_evictable, 0))
     return [Child(manifest=manifest, last=True)]
 
@@ -230,7 +250,7 @@ def _build_plan_config_maps(owner: Owner, decisions: Sequence[GroupDecision]) ->
     plans = {}
     for decision in decisions:
         plan = decision.new_plan or decision.plan
-        # Another hash: another version wrote the plan, and the stored ConfigMap stays as it is.
+        # If the hashes differ, another version wrote the plan. Then the stored ConfigMap stays as it is.
         if plan is not None and plan.hash == decision.status.plan_hash:
             plans[plan.hash] = plan
             scopes.setdefault(plan.hash, set()).add(group_scope(decision.status.index))
@@ -289,7 +309,7 @@ def decide_children(
     before_pods: list[Action] = []
     after_pods: list[Action] = []
     for child in children.wanted:
-        # After the loop, `by_name` has only the unwanted objects.
+        # `pop`, so that `by_name` has only the unwanted objects after the loop.
         stored_object = by_name.pop(_kind_and_name(child.manifest), None)
         if stored_object is not None and _is_damaged(stored_object, children.readable):
             if "deletionTimestamp" not in stored_object["metadata"]:
@@ -308,23 +328,32 @@ def decide_children(
         and _kind_and_name(action.manifest) in missing
         for action in before_pods
     )
-    for manifest in by_name.values():
-        is_policy_still_needed = creates_policy and manifest["kind"] == POLICY_KIND
-        is_unneeded = (
-            _may_be_deleted(manifest, used_plans)
-            and not _must_stay(manifest, children)
-            and not is_policy_still_needed
-        )
-        if is_unneeded or _is_forged(manifest, children.forged):
-            after_pods.append(_build_delete(manifest))
+    after_pods += _build_deletes(by_name.values(), children, used_plans, keeps_policies=creates_policy)
     return before_pods, after_pods
+
+
+def _build_deletes(
+    unwanted: Iterable[Manifest], children: Children, used_plans: Collection[str], *, keeps_policies: bool
+) -> list[DeleteObject]:
+    """Returns the deletes of the unwanted objects that need not stay, and of forged objects.
+
+    Args:
+        keeps_policies: whether all policies stay, because a wanted policy does not exist yet.
+    """
+    deletes: list[DeleteObject] = []
+    for manifest in unwanted:
+        stays = _must_stay(manifest, children) or (keeps_policies and manifest["kind"] == POLICY_KIND)
+        is_unneeded = _may_be_deleted(manifest, used_plans) and not stays
+        if is_unneeded or _is_forged(manifest, children.forged):
+            deletes.append(_build_delete(manifest))
+    return deletes
 
 
 def _must_stay(manifest: Manifest, children: Children) -> bool:
     """Reports whether an existing child must stay because its content cannot be built now."""
     metadata = manifest["metadata"]
     labels = metadata["labels"]
-    # Objects of an epoch, such as gang objects, stay because of their names instead (`kept`).
+    # Objects of an epoch, such as gang objects, stay only if their names are in `kept`.
     belongs_to_kept_group = (
         labels.get(names.LABEL_GROUP) in children.kept_groups and names.LABEL_EPOCH not in labels
     )
@@ -369,7 +398,7 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
         if manifest.get("immutable") or manifest["kind"] == CLAIM:
             return CreateObject(manifest=manifest, scopes=child.scopes)
         return ApplyObject(manifest=manifest, scopes=child.scopes)
-    if manifest["kind"] == CLAIM:  # the user may have enlarged it
+    if manifest["kind"] == CLAIM:  # the user may have enlarged the claim, so keep it as it is
         return None
     if manifest.get("immutable"):
         # The data of an immutable object cannot change. `read_records` and `read_trusted_plans` have already
@@ -384,10 +413,10 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
 
 
 def _may_be_deleted(manifest: Manifest, used_plans: Collection[str]) -> bool:
-    """Reports whether an unwanted object may be deleted, unless it must stay (`_must_stay`).
+    """Reports whether an unwanted object is deletable: `_must_stay` may still forbid the deletion.
 
-    The operator must have created the object, no group may use it as a plan, and its deletion must not have
-    begun.
+    The operator must have created the object, no group may use the object as its plan, and the object's
+    deletion must not have begun.
     """
     metadata = manifest["metadata"]
     labels = metadata.get("labels", {})

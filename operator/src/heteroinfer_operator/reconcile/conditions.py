@@ -18,6 +18,7 @@ from heteroinfer_operator.errors import PlanReason, Shortage
 from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.life import ConditionFacts
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE
 from heteroinfer_operator.reconcile.silent_leaders import REASON as LEADER_SILENT
 
@@ -31,7 +32,7 @@ HELD_BY_FINALIZER: Final = "HeldByFinalizer"
 
 
 class ConditionAnswer(NamedTuple):
-    """Answer of a check for its condition; `holds` None is Unknown."""
+    """Answer of a check for its condition. The status is Unknown if `holds` is None."""
 
     holds: bool | None
     reason: str
@@ -67,7 +68,10 @@ def no_client_reaches_groups(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def some_group_serves(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers True if a group serves; otherwise returns None."""
+    """Answers True if a wanted group or the kept group serves; otherwise returns None.
+
+    The kept group is no longer wanted, and serves until a wanted group serves.
+    """
     if facts.kept is not None and not facts.serving:
         return ConditionAnswer(True, "Serving", f"group {facts.kept.index}: {facts.kept.message}")
     return ConditionAnswer(True, "Serving", facts.serving_count) if facts.serving else None
@@ -106,8 +110,8 @@ def all_serve_spec(facts: ConditionFacts) -> ConditionAnswer | None:
     """Answers True if all groups serve this spec and clients reach them; otherwise returns None.
 
     If clients cannot reach the spec's port, the answer is False. If a leader does not answer the operator,
-    the answer is Unknown. If a pod has lost labels, this check returns None, because
-    `stalled_but_none_failed` reports such a pod.
+    the answer is Unknown. If a pod has lost labels, this check returns None, so that the next check
+    (`stalled_but_none_failed`) reports the pod.
     """
     if not facts.serves_spec or facts.lost_labels_message:
         return None
@@ -159,9 +163,9 @@ def rolling_out(facts: ConditionFacts) -> ConditionAnswer:
 
 
 def answer_if_no_group_is_wanted(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers for a suspended resource, or one that is scaled to zero; returns None if a group is wanted.
+    """Answers for a resource that is suspended or scaled to zero; returns None if a group is wanted.
 
-    If the spec has a problem, the user may have to act: the answer is then that of `_find_stall`. Otherwise
+    If the spec has a problem, the answer is the first reason why the user must act. Without such a reason,
     the answer is False with the reason why no group is wanted.
     """
     if not facts.why_no_group:
@@ -333,8 +337,8 @@ def _phase_reason(group: GroupStatus) -> str:
 def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
     """Builds the conditions Planned and CapacityAvailable from the decisions about all wanted groups.
 
-    The first problem in this order decides: missing capacity, a plan that cannot be made, a group that waits
-    for the model, no running group, and a running group whose plan is lost.
+    The first problem in this order decides both conditions: missing capacity, a plan that cannot be made, a
+    group that waits for the model, no running group, and a running group whose plan is lost.
     """
     planned, capacity = ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE
     refusals = [decision.refusal for decision in facts.decisions if decision.refusal is not None]
@@ -345,17 +349,7 @@ def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
             facts.build(capacity, False, refusal.reason, refusal.message),
         )
     running = [decision for decision in facts.decisions if decision.runs]
-    unplaced = next((decision.unplaced for decision in running if decision.unplaced), "")
-    defaulted = next(
-        (decision.limit_range_defaults for decision in running if decision.limit_range_defaults), ""
-    )
-    message = "; ".join(filter(None, (unplaced, defaulted)))
-    if unplaced:
-        capacity_condition = facts.build(capacity, False, UNSCHEDULABLE, message)
-    elif all(decision.placed for decision in running):
-        capacity_condition = facts.build(capacity, True, "Placed", message)
-    else:  # a moment after each creation: a scheduler has not looked at the pods yet
-        capacity_condition = facts.build(capacity, None, StartupPhase.SCHEDULING.value, message)
+    capacity_condition = _build_capacity_condition(facts, running)
     if refusal is not None and refusal.reason != WAITING_FOR_MODEL:
         return (
             facts.build(planned, False, refusal.reason, refusal.message),
@@ -369,12 +363,28 @@ def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
         )
     if not running:
         return (facts.build(planned, None, _BETWEEN_EPOCHS), facts.build(capacity, None, _BETWEEN_EPOCHS))
-    lost = [str(decision.status.index) for decision in running if decision.plan is None]
-    if lost:
-        plans = "the plan" if len(lost) == 1 else "each plan"
+    without_plan = [str(decision.status.index) for decision in running if decision.plan is None]
+    if without_plan:
+        plans = "the plan" if len(without_plan) == 1 else "each plan"
         message = (
-            f"{plans} of group {', '.join(lost)} was deleted or cannot be read. No action is needed: the "
-            "pods keep serving, and the next epoch gets a new plan"
+            f"{plans} of group {', '.join(without_plan)} was deleted or cannot be read. No action is needed: "
+            "the pods keep serving, and the next epoch gets a new plan"
         )
         return (facts.build(planned, None, PlanReason.PLAN_LOST.value, message), capacity_condition)
     return (facts.build(planned, True, "PlanReady", facts.plan_notes), capacity_condition)
+
+
+def _build_capacity_condition(facts: ConditionFacts, running: Sequence[GroupDecision]) -> Condition:
+    """Builds the condition CapacityAvailable from the pods of running groups: do all pods have nodes?"""
+    capacity = ConditionType.CAPACITY_AVAILABLE
+    unplaced = next((decision.unplaced for decision in running if decision.unplaced), "")
+    defaulted = next(
+        (decision.limit_range_defaults for decision in running if decision.limit_range_defaults), ""
+    )
+    message = "; ".join(filter(None, (unplaced, defaulted)))
+    if unplaced:
+        return facts.build(capacity, False, UNSCHEDULABLE, message)
+    if all(decision.placed for decision in running):
+        return facts.build(capacity, True, "Placed", message)
+    # The pods are new, and a scheduler has not looked at all of them yet.
+    return facts.build(capacity, None, StartupPhase.SCHEDULING.value, message)

@@ -19,7 +19,7 @@ OOM_KILLED: Final = "OOMKilled"
 _MAX_TEXT: Final = 370
 """Characters of message and log line together; a stored failure has 400."""
 _MIN_LOG: Final = 80
-"""Characters of the log line's end that stay beside a long message."""
+"""Number of characters at the end of the log line that stay even if the message is long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class EpochEnd:
 
 
 def has_run(pod: PodView) -> bool:
-    """Reports whether this pod may have joined its group. If not, a new pod can take its name."""
+    """Reports whether this pod may have joined its group. A pod that has not run can be replaced."""
     return pod.started or pod.termination is not None or pod.phase == "Succeeded"
 
 
@@ -52,8 +52,8 @@ def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
     """Returns why an epoch with these pods has ended, or None if it has not ended.
 
     A pod that ended before it ran does not end the epoch. Of several causes, a pod's report about itself
-    takes precedence, then Kubernetes' report about a pod, then a pod's report about another pod. The other
-    pods see only that a pod is gone.
+    takes precedence, then Kubernetes' report about a pod, then a pod's report about another pod, because
+    other pods see only that a pod is gone.
     """
     ended = [pod for pod in pods if pod.ended and has_run(pod)]
     if not ended:
@@ -64,10 +64,10 @@ def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
 
 
 def _find_first_cause(ended: Sequence[PodView]) -> EpochEnd:
-    """Returns the cause that takes precedence, in the order that `find_epoch_end` describes."""
+    """Returns the cause that takes precedence: the most direct report about the end of one of the pods."""
     causes_by_precedence: tuple[Iterable[EpochEnd | None], ...] = (
         (_find_own_report(pod) for pod in ended),
-        (_find_disruption(pod) for pod in ended),
+        (_find_disruption(pod) for pod in ended),  # this cause and the next two are Kubernetes' reports
         (_find_termination(pod) for pod in ended),
         (_find_deletion(pod) for pod in ended),
         (_find_peer_report(pod) for pod in ended),
@@ -111,10 +111,12 @@ def _find_peer_report(pod: PodView) -> EpochEnd | None:
 def _build_from_failure(failure: Failure) -> EpochEnd:
     """Returns the end for a failure report; shortens message and log line so that both fit the status."""
     message, log = failure.message, failure.last_log
-    # The message has the fix, so the log line is shortened first.
-    if (max_log := max(_MAX_TEXT - len(message), _MIN_LOG)) < len(log):
+    # The message has the fix, so the log line is shortened first. The end of the log line stays.
+    max_log = max(_MAX_TEXT - len(message), _MIN_LOG)
+    if len(log) > max_log:
         log = f"…{log[1 - max_log :]}"
-    if (max_message := _MAX_TEXT - len(log)) < len(message):
+    max_message = _MAX_TEXT - len(log)
+    if len(message) > max_message:
         message = f"{message[: max_message - 1]}…"
     return EpochEnd(
         reason=failure.reason.value,

@@ -59,9 +59,9 @@ def build_pod_creates(
     indices: set[int],
     node_assignment: NodeAssignment,
 ) -> tuple[CreateObject, ...]:
-    """Returns the creates of the pods with these indices; before them, the create of the key's Secret.
+    """Returns the actions that create the pods with these indices, after the Secret with the group's key.
 
-    Pods read the group's key from this Secret.
+    The pods read the key from this Secret.
     """
     group = context.epoch_ref(status)
     key = derive_group_key(context.options.operator_key, group)
@@ -86,7 +86,7 @@ def build_pod_creates(
 
 
 def build_key_create(context: Context, status: GroupStatus) -> tuple[CreateObject, ...]:
-    """Returns the create of the Secret with the group's key; empty if the group has no key.
+    """Returns the action that creates the Secret with the group's key; empty if the group has no key.
 
     The Secret may already exist.
     """

@@ -28,6 +28,7 @@ from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason,
 from heteroinfer_operator.manifests.gang import choose_gang
 from heteroinfer_operator.nodes.calibrations import slowest
 from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
+from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.nodes.priorities import preempting_priority
@@ -117,12 +118,12 @@ class GroupPlanner:
     def make_again(self, group: int, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
         """Chooses nodes for a group's next epoch, which keeps the group's plan.
 
+        Raises the same errors as `make`.
+
         Args:
             group: index of the group.
             spec: spec that the group was created with.
             plan: plan of the group's last epoch.
-
-        Raises the same errors as `make`.
         """
         gang = self._choose_gang(spec)
         try:
@@ -175,13 +176,10 @@ class GroupPlanner:
         products: dict[str, str] = {}
         labels_by_role: dict[str, dict[str, Mapping[str, str]]] = {}
         for role in self.request.spec.roles:
-            node_names = [entry.node for entry in group.members if entry.role == role.name]
-            known_labels = {name: nodes[name].labels for name in node_names if name in nodes}
-            all_nodes_are_known = len(known_labels) == len(set(node_names))
-            labels_by_role[role.name] = known_labels if all_nodes_are_known else {}
+            labels_by_role[role.name] = _labels_of_role_nodes(role.name, group, nodes)
             labels_of_nodes = labels_by_role[role.name].values()
-            by_gpu = any(rank.role == role.name and rank.device is Device.GPU for rank in plan.ranks)
-            calibration = slowest(self.observation.calibrations.of_nodes(labels_of_nodes), by_gpu=by_gpu)
+            has_gpus = any(rank.role == role.name and rank.device is Device.GPU for rank in plan.ranks)
+            calibration = slowest(self.observation.calibrations.of_nodes(labels_of_nodes), by_gpu=has_gpus)
             if calibration is not None:
                 measured[role.name] = calibration
             products[role.name] = next(
@@ -206,20 +204,24 @@ class GroupPlanner:
         """
         if not self._problem_is_known:
             self._problem_is_known = True
-            try:
-                request = self._known_request()
-                self._choose_gang(request.spec)
-            except PlanError as problem:
-                self._problem = problem
-            else:
-                spec_text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
-                message_and_reason = _find_plan_problem(
-                    spec_text, request.profile, request.served_name, request.model_path
-                )
-                if message_and_reason is not None:
-                    message, reason = message_and_reason
-                    self._problem = PlanError(message, reason=reason)
+            self._problem = self._find_problem()
         return self._problem
+
+    def _find_problem(self) -> PlanError | None:
+        """Returns why no plan is possible even with unlimited capacity, or None."""
+        try:
+            request = self._known_request()
+            self._choose_gang(request.spec)
+        except PlanError as problem:
+            return problem
+        spec_text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
+        message_and_reason = _find_plan_problem(
+            spec_text, request.profile, request.served_name, request.model_path
+        )
+        if message_and_reason is None:
+            return None
+        message, reason = message_and_reason
+        return PlanError(message, reason=reason)
 
     def _known_request(self) -> GroupRequest:
         """Returns the request; raises PlanError while the model is unknown."""
@@ -289,6 +291,20 @@ class GroupPlanner:
         )
 
 
+def _labels_of_role_nodes(
+    role: str, group: GroupStatus, nodes: Mapping[str, NodeView]
+) -> dict[str, Mapping[str, str]]:
+    """Returns the labels of each node with ranks of a role, by name; empty if one of the nodes is unknown.
+
+    Args:
+        nodes: known nodes by name.
+    """
+    node_names = [entry.node for entry in group.members if entry.role == role]
+    labels = {name: nodes[name].labels for name in node_names if name is not None and name in nodes}
+    are_all_known = len(labels) == len(set(node_names))
+    return labels if are_all_known else {}
+
+
 @lru_cache(maxsize=_MAX_ANSWERS)
 def _find_plan_problem(
     spec_text: str, profile: ModelProfile, served_name: str, model_path: str
@@ -320,14 +336,14 @@ def describe_reserving_pods(pods: Sequence[str], namespace: str) -> str:
     """
     prefix = f"{namespace}/"
     own_pods = [pod.removeprefix(prefix) for pod in sorted(pods) if pod.startswith(prefix)]
-    holders = own_pods[:_MAX_NAMED]
+    descriptions = own_pods[:_MAX_NAMED]
     if len(own_pods) > _MAX_NAMED:
-        holders.append(f"{len(own_pods) - _MAX_NAMED} more pods")
+        descriptions.append(f"{len(own_pods) - _MAX_NAMED} more pods")
     num_others = len(pods) - len(own_pods)
     if num_others:
-        holders.append(f"{num_others} pod{'s' if num_others > 1 else ''} of other namespaces")
-    reserved = "some of the capacity is reserved for pods that are not scheduled yet"
-    return f"{reserved}: {', '.join(holders)}" if holders else ""
+        descriptions.append(f"{num_others} pod{'s' if num_others > 1 else ''} of other namespaces")
+    problem = "some of the capacity is reserved for pods that are not scheduled yet"
+    return f"{problem}: {', '.join(descriptions)}" if descriptions else ""
 
 
 def find_occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]:

@@ -45,13 +45,13 @@ def find_image_nodes(spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None
     # Only the fields of the template restrict the nodes, so labels and requests may be empty.
     demand = pod_demand("model", labels={}, spec=template_fields(model_template(spec)), requests={})
     demand_with_image = replace(demand, mounts_images=True)
-    # The nodes that suit the pod in all other respects.
+    # The candidates suit the pod, apart from the image.
     candidates = [node for node in nodes if find_lasting_obstacle(demand, node) is None]
-    by_obstacle: dict[Obstacle, list[str]] = {}
+    unable_by_obstacle: dict[Obstacle, list[str]] = {}
     for node in candidates:
         if obstacle := find_lasting_obstacle(demand_with_image, node):
-            by_obstacle.setdefault(obstacle, []).append(node.name)
-    unable = tuple(name for node_names in by_obstacle.values() for name in node_names)
+            unable_by_obstacle.setdefault(obstacle, []).append(node.name)
+    unable = tuple(name for node_names in unable_by_obstacle.values() for name in node_names)
     if len(unable) < len(candidates):  # some nodes can mount the image
         excluded = frozenset(unable)
         able = [node for node in candidates if node.name not in excluded]
@@ -61,7 +61,7 @@ def find_image_nodes(spec: HeteroInferenceSpec, nodes: Sequence[NodeView] | None
         return ImageNodes()
     described = ", ".join(
         f"{name_nodes(node_names)} {obstacle.describe(len(node_names))}"
-        for obstacle, node_names in by_obstacle.items()
+        for obstacle, node_names in unable_by_obstacle.items()
     )
     return ImageNodes(
         unable=unable, problem=f"{spec.model.uri}: no node can mount this image: {described}. {FIX}"

@@ -15,9 +15,9 @@ from heteroinfer_operator.reconcile.rollout import Rollout
 _ORDER: Final[Mapping[GroupPhase, int]] = MappingProxyType(
     {GroupPhase.FAILED: 0, GroupPhase.SLEEPING: 2, GroupPhase.READY: 3}
 )
-"""Order of phases: a group in the first phase needs attention most."""
+"""Position of phases: a group whose phase has the lowest position needs attention most."""
 _ORDER_OF_OTHERS: Final = 1
-"""Position of all other phases in this order."""
+"""Position of all other phases."""
 
 
 def build_condition(
@@ -38,9 +38,9 @@ def build_condition(
 def find_serving(decisions: Sequence[GroupDecision]) -> tuple[GroupStatus, ...]:
     """Returns the statuses of Ready groups that clients reach and whose leader answers the operator."""
     return tuple(
-        d.status
-        for d in decisions
-        if d.status.phase is GroupPhase.READY and not d.is_cut_off and not d.silent_leader
+        each.status
+        for each in decisions
+        if each.status.phase is GroupPhase.READY and not each.is_cut_off and not each.silent_leader
     )
 
 
@@ -56,7 +56,7 @@ class ConditionFacts:
     """The facts from which the conditions of a resource are built.
 
     Attributes:
-        kept: group that is no longer wanted and serves until a wanted group does, or None.
+        kept: group that is no longer wanted and serves until a wanted group serves, or None.
         draining: whether pods of stopping or unwanted groups still exist.
         blocked_pod: message about a pod that a finalizer blocks, or "".
         target: revision of the spec, or None if the spec cannot be read.
@@ -92,15 +92,15 @@ class ConditionFacts:
     @property
     def silent_leader(self) -> str:
         """Message about a group whose leader the operator cannot reach, or ""."""
-        return next((d.silent_leader for d in self.decisions if d.silent_leader), "")
+        return next((each.silent_leader for each in self.decisions if each.silent_leader), "")
 
     @property
     def lost_labels_message(self) -> str:
         """Message about a pod of a Ready group that has lost labels, or ""."""
-        with_loss = (
-            d for d in self.decisions if d.lost_labels_message and d.status.phase is GroupPhase.READY
-        )
-        return next((f"group {d.status.index}: {d.lost_labels_message}" for d in with_loss), "")
+        for decision in self.decisions:
+            if decision.lost_labels_message and decision.status.phase is GroupPhase.READY:
+                return f"group {decision.status.index}: {decision.lost_labels_message}"
+        return ""
 
     @property
     def serves_spec(self) -> bool:

@@ -30,10 +30,9 @@ class LostPod(NamedTuple):
 
 
 def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostPod | None:
-    """Returns the first pod that lost a label, otherwise the first that lost its owner; None without one.
+    """Returns the first pod that lost a label, otherwise the first pod that lost its owner, or None.
 
-    The result has the message for the user. The wording is in `older_statuses`, because older versions parse
-    the message.
+    The message for the user comes from `older_statuses`, because older versions parse this message.
     """
     without_label = next((pod for pod in pods if _lost_selector_labels(pod)), None)
     if without_label is not None:
@@ -76,6 +75,7 @@ def _lost_selector_labels(pod: PodView) -> dict[str, str | None]:
 
 
 def _describe_lost_labels(owner: Owner, pod: PodView) -> str:
+    """Returns the message about the lost labels of a pod, with their effects and the fix."""
     lost = _lost_selector_labels(pod)
     return older_statuses.lost_label(owner, pod.name, lost, effects=_effects_of_loss(pod, frozenset(lost)))
 

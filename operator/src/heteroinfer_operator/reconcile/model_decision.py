@@ -42,13 +42,13 @@ COMPONENTS: Final = frozenset({names.COMPONENT_INSPECT, names.COMPONENT_FETCH})
 _MODEL_POD_ENDED: Final = "ModelPodEnded"
 _PROFILE_READ: Final = "ProfileRead"
 _FIRST_RETRY_S: Final = 30.0
-"""Wait after the first failed model pod; each further failure doubles it. The user may fix the cause."""
+"""Wait after the first failed model pod. Each further failure doubles the wait."""
 _MAX_RETRY_S: Final = 300.0
 _PROGRESS_EVERY_S: Final = 5.0
 _CHECK_CLEANUP_EVERY_S: Final = 2.0
 """Seconds between checks whether a fetch pod may still remove commits."""
 _NUM_PROGRESS_STEPS: Final = 100
-"""Number of steps in which the status shows the progress of a fetch: each step is a write of the status."""
+"""Number of steps in which the status shows the progress of a fetch. Each step is a write of the status."""
 _STOP_GRACE_S: Final = 2
 _MAX_CACHED_PROFILES: Final = 1024
 """Number of parsed profiles to cache between reconciles."""
@@ -99,7 +99,7 @@ class ModelContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDecision:
-    """State of the model, and the actions that read it.
+    """State of the model, and the actions by which a pod fetches or inspects the model.
 
     Attributes:
         holds: whether the model is ready; None while a model pod works.
@@ -235,7 +235,11 @@ def _create_model_pod(context: ModelContext, stored: ModelStatus) -> ModelDecisi
 
 
 def _check_model_pod(context: ModelContext, stored: ModelStatus, pod: PodView) -> ModelDecision:
-    """Returns the decision about the model while its pod exists."""
+    """Returns the decision about the model while its pod exists.
+
+    The checks are in this order: the end of the pod's container, a pod that must be deleted, an end of the
+    pod for another reason, a blocked container, and a pod that waits or works.
+    """
     if pod.termination is not None and not pod.deleting:  # a pod in deletion has stopped early
         return _decide_ended(context, stored, pod)
     look_again_s = context.node_loss.next_check_s([pod])
@@ -297,7 +301,7 @@ def _round_to_steps(progress: FetchProgress) -> int:
     finished_steps = min(
         progress.done_bytes * _NUM_PROGRESS_STEPS // progress.total_bytes, _NUM_PROGRESS_STEPS
     )
-    # -(-a // b) rounds up to a whole byte. Rounded down, the bytes would be less than the finished steps.
+    # -(-a // b) rounds up to a whole byte. Rounded down, the bytes would be fewer than those of the steps.
     return -(-finished_steps * progress.total_bytes // _NUM_PROGRESS_STEPS)
 
 
@@ -315,7 +319,7 @@ def _decide_blocked(
     """Returns the decision while the kubelet cannot create the pod's container and tries again."""
     reason, message = waiting
     if reason in _IMAGE_REASONS:
-        # The kubelet alternates between these reasons. A single one avoids repeated writes of the status.
+        # The kubelet alternates between these reasons. A single reason avoids repeated writes of the status.
         image = context.images.image_for(context.spec, Device.CPU)
         reason, message = (
             "ImagePullBackOff",
@@ -376,8 +380,8 @@ def _decide_profile_read(
         commit=fetched.commit if fetched is not None else None,
         bytes_done=size_bytes,
         bytes_total=size_bytes,
-        # The check must not be older than the failure that caused it, even if the clock was set back.
-        # Otherwise the operator would inspect the model again at every reconcile.
+        # A failure may have caused this check. The check must not seem older than the failure, even if the
+        # clock was set back. Otherwise the operator would inspect the model again at every reconcile.
         checked_time=max(context.now, context.unreadable_since or context.now),
         profile=text,
     )

@@ -20,7 +20,7 @@ from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
 def join_events(events: Sequence[RecordEvent]) -> list[RecordEvent]:
-    """Joins events of the same reason into one event, because a resource may have only ten a minute."""
+    """Joins events of the same reason. A resource may have only ten events a minute."""
     messages: dict[tuple[str, bool], list[str]] = {}
     for event in events:
         messages.setdefault((event.reason, event.warning), []).append(event.message)
@@ -59,8 +59,8 @@ def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEv
         RecordEvent(
             reason="RecordNotSigned",
             message=f"ConfigMap {name}: the operator did not write this content (no valid code in annotation "
-            f"{names.ANNOTATION_CODE}). The operator ignores and deletes it, and restores the content if it "
-            "is in use. Check which users may write ConfigMaps in this namespace",
+            f"{names.ANNOTATION_CODE}). The operator ignores and deletes this ConfigMap, and restores the "
+            "content if a group uses it. Check which users may write ConfigMaps in this namespace",
             warning=True,
         )
         for name in context.forged
@@ -71,8 +71,8 @@ def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEv
 def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus) -> list[RecordEvent]:
     """Returns an event for each new problem in the conditions.
 
-    A problem is new if the conditions before did not have it for the same revision of the spec. Missing
-    capacity is not new if they had it for any revision.
+    A problem is new if the earlier conditions did not report it for the same revision of the spec. Missing
+    capacity is not new if the earlier conditions reported it for any revision.
     """
     # An Unknown condition reports no problem, even if its reason is the same.
     reported = {
@@ -86,13 +86,19 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
         ConditionType.CAPACITY_AVAILABLE.value,
     }
     bad_if_true = {ConditionType.STALLED.value, ConditionType.FAILED.value}
-    bad = [c for c in after.conditions if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
-    bad += [c for c in after.conditions if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
-    # `lost_label_events` reports lost labels, so leave them out here.
-    new = [c for c in bad if _identity_of_problem(after, c) not in reported and c.reason != LOST_LABEL]
-    new_by_reason = {c.reason: c for c in new}  # several conditions may report one problem
+    false_conditions = [each for each in after.conditions if each.status is ConditionStatus.FALSE]
+    true_conditions = [each for each in after.conditions if each.status is ConditionStatus.TRUE]
+    problems = [each for each in false_conditions if each.type in bad_if_false]
+    problems += [each for each in true_conditions if each.type in bad_if_true]
+    new_by_reason = {  # several conditions may report one problem
+        problem.reason: problem
+        for problem in problems
+        if _identity_of_problem(after, problem) not in reported
+        and problem.reason != LOST_LABEL  # `lost_label_events` reports lost labels
+    }
     return [
-        RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in new_by_reason.values()
+        RecordEvent(reason=problem.reason, message=problem.message[:1000], warning=True)
+        for problem in new_by_reason.values()
     ]
 
 

@@ -46,15 +46,20 @@ def build_next_status(
     unwanted: Sequence[GroupDecision],
 ) -> HeteroInferenceStatus:
     """Builds the next status from the decisions about the model and the groups."""
-    generation, target, spec = observation.resource.generation, context.target, context.target.spec
+    generation, target = observation.resource.generation, context.target
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
-    num_updated = sum(d.runs and d.status.revision == target.name for d in wanted)
+    num_updated = sum(each.runs and each.status.revision == target.name for each in wanted)
     plans = add_effective_values(
-        _build_plans(status, wanted, context.planner), groups, spec, observation, revision=target.name
+        _build_plans(status, wanted, context.planner),
+        groups,
+        target.spec,
+        observation,
+        revision=target.name,
     )
     model_failure = model.message if model.status.phase is ModelPhase.FAILED else ""
     ports = _client_ports(observation, context)
+    is_port_reachable = target.spec is None or target.spec.engine.port in ports
     clients_refusal = context.clients_refusal or _restore_clients_refusal(status, context)
     facts = ConditionFacts(
         decisions=wanted,
@@ -62,7 +67,7 @@ def build_next_status(
         kept=next(iter(find_serving(unwanted)), None),
         worst=find_worst(wanted),
         wanted=context.replicas,
-        draining=any(d.deletes or d.status.phase is GroupPhase.STOPPING for d in decisions),
+        draining=any(each.deletes or each.status.phase is GroupPhase.STOPPING for each in decisions),
         blocked_pod=context.node_loss.describe_finalizer(observation.pods),
         suspended=context.life.suspend,
         target=target.name,
@@ -71,7 +76,7 @@ def build_next_status(
         plan_notes=older_statuses.planned_message(plans),
         refusals=_wanted_refusals(context, decisions),
         unreachable=clients_refusal if not ports else None,
-        port_unreachable=clients_refusal if spec and spec.engine.port not in ports else None,
+        port_unreachable=None if is_port_reachable else clients_refusal,
         now=context.now,
         generation=generation,
     )
@@ -104,7 +109,7 @@ def build_next_status(
 
 
 def build_status_write(observation: ResourceObservation, status: HeteroInferenceStatus) -> list[PatchStatus]:
-    """Returns the write of the status; empty if the API server already stores the same."""
+    """Returns the write of the status; empty if the API server already stores the same status."""
     stored = dict(observation.resource.status)
     if status.dump() == stored:
         return []
@@ -118,9 +123,9 @@ def build_status_write(observation: ResourceObservation, status: HeteroInference
 def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> list[Refusal]:
     """Returns the refusals to report: those of the resource itself and of groups that still exist.
 
-    A refused dry run is reported only for the revision of the current spec. A write without an answer is
-    reported only after several attempts, because most of these pass. A dry run without an answer is reported
-    immediately, because it delays a rollout.
+    - A refused dry run is reported only for the revision of the current spec.
+    - A dry run without an answer is reported immediately, because it delays a rollout.
+    - Another write without an answer is reported only after several attempts, because most of them pass.
     """
     scopes = {group_scope(decision.status.index) for decision in decisions}
     refusals: list[Refusal] = []
@@ -133,7 +138,8 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
             is_reported = refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
         if (is_of_group or is_of_resource) and is_reported:
             refusals.append(refusal)
-    # A second operator that writes the status causes the other refusals too, so its refusal comes first.
+    # A second operator that writes the status also causes other refusals. So the refusal about this operator
+    # comes first.
     return sorted(refusals, key=lambda refusal: (refusal.reason != WRITTEN_BY_OTHERS, not refusal.blocks))
 
 
@@ -148,16 +154,16 @@ def _client_ports(observation: ResourceObservation, context: Context) -> frozens
 def _restore_clients_refusal(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
     """Returns the refusal of the clients' Service that the last status reports, or None.
 
-    The operator keeps refusals in memory: they are lost when its process ends, and a change of the spec
-    clears them. The Service still does not exist then, and Available must not become True before the next
-    attempt.
+    The operator keeps refusals in memory only. A restart of the operator loses them, and a change of the spec
+    clears them, but the Service still does not exist. Available must not become True before the next attempt.
     """
     before = status.condition(ConditionType.AVAILABLE.value)
-    if before is None or before.reason not in REASONS_OF_CHILDREN or status.endpoint is not None:
+    was_child_refused = before is not None and before.reason in REASONS_OF_CHILDREN
+    if before is None or not was_child_refused or status.endpoint is not None:
         return None
     name = identity.client_service(context.owner)
     message = (
-        f"Service {name}: the API server refused it in an earlier attempt, so clients have no address yet. "
+        f"Service {name}: the API server refused an earlier attempt, so clients have no address yet. "
         "The operator tries again now"
     )
     return Refusal(kind="Service", name=name, reason=before.reason, message=message, retry_at=context.now)
@@ -196,4 +202,5 @@ def _choose_notes(
         return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
     if last_plan is None:
         return None
+    # Older versions stored the notes only in a message of a condition.
     return older_statuses.plan_notes(status) if last_plan.notes is None else last_plan.notes

@@ -18,17 +18,14 @@ from heteroinfer_operator.reconcile.epoch_end import NODE_LOST, EpochEnd
 
 
 def describe_still_running(pods: Sequence[PodView]) -> str:
-    """Describes the first pod that an injected container keeps from ending, or "".
-
-    A webhook injected the container, which still runs after the worker has ended.
-    """
+    """Describes the first pod whose worker has ended while a container of a webhook still runs, or ""."""
     pod = next((pod for pod in pods if pod.still_running), None)
     if pod is None:
         return ""
     containers = ", ".join(pod.still_running)[:512]
     return (
         f"pod {pod.name}: its worker has ended, but container {containers} still runs and keeps the pod from "
-        "ending (an admission webhook added it, for example a service mesh). Exclude pods with the label "
+        "ending (a webhook added the container, for example of a service mesh). Exclude pods with the label "
         f"{names.LABEL_RESOURCE} from that webhook"
     )
 
@@ -101,9 +98,9 @@ class NodeLoss:
         The limit of a silent node is the time from which it counts as lost. The limit of a pod with a
         finalizer, or with a node that does not exist, is the end of the pod's grace period.
         """
-        moments = [self._lost_from(pod) for pod in pods]
-        moments += [pod.gone_by for pod in pods if self._has_no_node(pod) or pod.finalizers]
-        waits = [(moment - self.now).total_seconds() for moment in moments if moment is not None]
+        limits = [self._lost_from(pod) for pod in pods]
+        limits += [pod.gone_by for pod in pods if self._has_no_node(pod) or pod.finalizers]
+        waits = [(limit - self.now).total_seconds() for limit in limits if limit is not None]
         return min((wait for wait in waits if wait > 0), default=None)
 
     def describe_blocked(self, pods: Sequence[PodView]) -> str:
@@ -138,7 +135,9 @@ class NodeLoss:
     def _lost_from(self, pod: PodView) -> datetime | None:
         """Returns the time from which the node of this pod counts as lost, or None."""
         node = self.nodes.get(pod.node) if self.nodes else None
-        return None if node is None or node.unreachable_since is None else node.unreachable_since + self.after
+        if node is None or node.unreachable_since is None:
+            return None
+        return node.unreachable_since + self.after
 
     def _has_no_node(self, pod: PodView) -> bool:
         """Reports whether a pod that is being deleted is bound to a node that does not exist."""

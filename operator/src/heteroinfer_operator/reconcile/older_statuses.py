@@ -29,7 +29,7 @@ def plan_notes(status: HeteroInferenceStatus) -> str | None:
 
 
 def planned_message(plans: Iterable[PlanStatus]) -> str:
-    """Message of Planned while it is True; older versions read it back as the notes on plans."""
+    """Returns the message of Planned while it is True. Older versions read the message as notes on plans."""
     return "; ".join(dict.fromkeys(plan.notes for plan in plans if plan.notes))
 
 

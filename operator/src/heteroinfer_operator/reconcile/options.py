@@ -14,12 +14,14 @@ from heteroinfer_operator.reconcile.allowed import Allowed
 from heteroinfer_operator.stored_fields import version_number
 
 _MAX_EXACT_VERSION: Final = 10**14
-"""A resourceVersion below this number counts in full. Pod names have no space for a larger one."""
+"""A resourceVersion below this number counts in full. Pod names have no space for a larger number."""
 _NANOSECONDS_PER_EPOCH: Final = 10**5
-"""Divisor of a larger resourceVersion, which counts as a time in nanoseconds: no group begins two epochs
-within 0.1 ms."""
+"""Divisor of a larger resourceVersion, which counts as a time in nanoseconds.
+
+The quotient still differs for two epochs of a group, because no group begins two epochs within 0.1 ms.
+"""
 _SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
-"""Start of the milliseconds in an epoch: pod names stay shorter than with milliseconds since 1970."""
+"""Start of the milliseconds in an epoch's number. With milliseconds since 1970, pod names would be longer."""
 _MAX_CLOCK_STEP: Final = timedelta(days=1)
 """Largest tolerated step back of the operator's clock."""
 
@@ -52,13 +54,13 @@ class Options:
     def first_epoch(self, resource_version: str, now: datetime) -> int:
         """Returns the lowest epoch that a group may begin now. It is larger than the group's earlier epochs.
 
-        The epoch is the sum of two counts. The milliseconds since _SINCE survive a restore of etcd. The
+        The number is the sum of two counts. The milliseconds since _SINCE survive a restore of etcd. The
         resourceVersion distinguishes two epochs of one millisecond, because the operator writes each epoch to
-        the status. A stored number could not replace the sum: the status, a scaled group or the whole
-        resource may be lost, and a restore of etcd resets all three.
+        the status. A stored number could not replace the sum, because no stored object is safe: the status, a
+        group or the whole resource may be deleted, and a restore of etcd resets all of them.
 
-        The sum is larger under two assumptions: between a backup and its restore, the API server accepts
-        fewer than 1,000 writes a second, and the operator's clock is not set back.
+        The sum is larger than each earlier sum under two assumptions: between a backup and its restore, the
+        API server accepts fewer than 1,000 writes a second, and the operator's clock is not set back.
         """
         if not self.names_come_again:
             return 1
@@ -67,7 +69,8 @@ class Options:
         if version >= _MAX_EXACT_VERSION:
             version_part = _MAX_EXACT_VERSION + version // _NANOSECONDS_PER_EPOCH
         # If the clock is before _SINCE, only the version counts.
-        return max(version_part + (now - _SINCE) // timedelta(milliseconds=1), version_part, 1)
+        milliseconds = max((now - _SINCE) // timedelta(milliseconds=1), 0)
+        return max(version_part + milliseconds, 1)
 
     def largest_epoch(self, resource_version: str, now: datetime) -> int:
         """Returns the largest epoch that the operator can have written to the status of a resource.

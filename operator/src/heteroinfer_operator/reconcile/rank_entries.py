@@ -47,8 +47,9 @@ def with_rank_entries(
         ]
         return transitions.with_members(group, kept_entries)
     by_index = {index_of(pod): pod for pod in pods}
-    is_current = report is not None and report.epoch == group.epoch and report.covers(plan)
-    reported = {rank.rank: rank for rank in report.ranks} if report is not None and is_current else {}
+    reported: dict[int, RankStatus] = {}
+    if report is not None and report.epoch == group.epoch and report.covers(plan):
+        reported = {rank.rank: rank for rank in report.ranks}
     is_due = _is_write_due(group, old_entries, reported, now)
     entries = []
     for rank in plan.ranks:
@@ -58,7 +59,7 @@ def with_rank_entries(
         entry = _with_pod_state(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)
         old_entry, status = old_entries.get(rank.rank), reported.get(rank.rank)
         entry = _with_new_times(entry, status) if status and is_due else _with_old_times(entry, old_entry)
-        entries.append(_with_resources(entry, old_entry, status, is_due=is_due))
+        entries.append(_with_locked_memory(entry, old_entry, status, is_due=is_due))
     return transitions.with_ranks(
         group,
         entries,
@@ -85,14 +86,14 @@ def _build_kv_status(
         return None
     tightest = min(plan.ranks, key=lambda rank: reported[rank.rank].kv_room_blocks)
     status = reported[tightest.rank]
-    memory_is_short = status.kv_room_bytes < tightest.kv_cache_bytes
+    lacks_memory = status.kv_room_bytes < tightest.kv_cache_bytes
     return KvStatus(
         blocks=status.kv_blocks,
         block_tokens=plan.engine.block_size,
         tokens=_kv_tokens(plan, status.kv_blocks, profile),
         limiting_rank=tightest.rank,
         limiting_role=tightest.role,
-        limited_by=KvLimit.MEMORY if memory_is_short else KvLimit.PLAN,
+        limited_by=KvLimit.MEMORY if lacks_memory else KvLimit.PLAN,
         room_blocks=status.kv_room_blocks,
     )
 
@@ -109,10 +110,10 @@ def _describe_long_prompts(plan: Plan, reported: dict[int, RankStatus]) -> str |
 
 
 def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
-    """Returns the number of tokens that `blocks` blocks hold.
+    """Returns the number of tokens for which this number of blocks has space.
 
-    Each sequence takes blocks for every kind of layer. Without the model's profile the kinds are unknown, and
-    the result counts a single kind.
+    Each sequence takes blocks for every kind of layer. Without the model's profile, the kinds of layers are
+    unknown, and the result assumes a single kind.
     """
     engine = plan.engine
     if profile is None:
@@ -125,7 +126,10 @@ def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
 def _is_write_due(
     group: GroupStatus, old_entries: dict[int, RankEntry], reported: dict[int, RankStatus], now: datetime
 ) -> bool:
-    """Reports whether the status gets new step times: one has changed, and the last write is old enough."""
+    """Reports whether the status gets new step times now.
+
+    A step time must have changed, and the last write must be old enough.
+    """
     if not any(status.steps for status in reported.values()):  # no rank has computed a step
         return False
     interval = _NEW_SLOWEST_EVERY if _has_new_slowest(old_entries, reported) else _WRITE_EVERY
@@ -159,7 +163,7 @@ def _with_new_times(entry: RankEntry, status: RankStatus) -> RankEntry:
     )
 
 
-def _with_resources(
+def _with_locked_memory(
     entry: RankEntry, old_entry: RankEntry | None, status: RankStatus | None, *, is_due: bool
 ) -> RankEntry:
     """Returns the entry with the rank's locked memory and transports.
@@ -172,7 +176,7 @@ def _with_resources(
         is_due: whether this reconcile writes new step times.
     """
     if old_entry is not None and old_entry.pod != entry.pod:
-        old_entry = None
+        old_entry = None  # the values of an earlier pod do not apply
     is_known = old_entry is not None and old_entry.locked_memory_bytes is not None
     if status is not None and status.locked_memory_bytes is not None and (is_due or not is_known):
         return entry.changed(

@@ -85,7 +85,7 @@ def read_trusted_plans(
     for manifest in observation.objects:
         plan_hash, text = _read_plan_config_map(manifest, signer.owner)
         if text is None or plan_text_hash(text) != plan_hash:
-            continue  # its group keeps serving, and Planned reports PlanLost
+            continue  # groups with this plan keep serving, and the condition Planned reports PlanLost
         try:
             plan = _parse_plan(text)
         except ContractError:
@@ -98,9 +98,10 @@ def read_trusted_plans(
 
 
 def find_forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str, ...]:
-    """Returns the names of ConfigMaps that have the name of a plan but neither its content nor a valid code.
+    """Returns the names of ConfigMaps that are named like a plan but have neither its content nor a code.
 
-    Returns none in an installation without a key, which gives its ConfigMaps no codes.
+    The code is the operator's authentication code of the content. In an installation without a key,
+    ConfigMaps have no codes, so the result is empty.
     """
     if signer.key is None:
         return ()
@@ -119,7 +120,7 @@ def has_only_allowed_args(
 ) -> bool:
     """Reports whether a plan's arguments come from a known spec or would be allowed in a spec.
 
-    Planning appends arguments to those of the spec.
+    A plan may have more arguments than its spec, because planning appends some.
 
     Args:
         args: arguments of the plan.

@@ -11,11 +11,13 @@ from datetime import datetime
 from heteroinfer_contract import names
 from heteroinfer_contract.group_key import CleanupKey
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
     ConditionStatus,
     ConditionType,
     GroupPhase,
     GroupStatus,
+    HeteroInferenceSpec,
     HeteroInferenceStatus,
     ModelStatus,
     RestartSpec,
@@ -31,8 +33,10 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
 )
 from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.egress_policy import Isolation, describe_closed_ports
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.revision_record import RevisionRecord
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
@@ -125,14 +129,9 @@ def _decide_living_resource(
         advised_pods = with_image_volume_advice(target.spec, observation.pods, observation.nodes)
         observation = replace(observation, pods=advised_pods)
     model = _decide_model(observation, status, target, node_loss, options)
-    # The commit belongs to the model of an accepted spec only.
-    commit = model.status.commit if target.refusal is None else None
-    found_revisions = find_revisions(stored_records.records, target, commit, owner, options)
-    plans = read_trusted_plans(
-        observation, signer, options.allowed, [revision.spec for revision in found_revisions.values()]
+    revisions, plans = _find_revisions_and_plans(
+        observation, stored_records.records, target, model, signer, options
     )
-    # A revision whose record is lost gets its mode from the plan of its pods.
-    revisions = with_modes_of_plans(found_revisions, observation.pods, plans, options.pod_resources)
     accepted_target = revisions.get(target.name or "") if target.refusal is None else None
     replicas = _num_wanted_groups(life.replicas, status, observation.pods)
     planner = GroupPlanner(
@@ -170,6 +169,28 @@ def _decide_living_resource(
         fetches=_is_fetch_pod_wanted(observation, model),
     )
     return _decide_groups(observation, status, context, model)
+
+
+def _find_revisions_and_plans(
+    observation: ResourceObservation,
+    records: Sequence[RevisionRecord],
+    target: Target,
+    model: ModelDecision,
+    signer: Signer,
+    options: Options,
+) -> tuple[Mapping[str, Revision], Mapping[str, Plan]]:
+    """Returns the revisions from which pods can be created, by name, and the trusted plans, by hash.
+
+    Args:
+        records: stored revisions.
+    """
+    # The commit belongs to the model of an accepted spec only.
+    commit = model.status.commit if target.refusal is None else None
+    revisions = find_revisions(records, target, commit, signer.owner, options)
+    specs = [revision.spec for revision in revisions.values()]
+    plans = read_trusted_plans(observation, signer, options.allowed, specs)
+    # A revision whose record is lost gets its mode from the plan of its pods.
+    return with_modes_of_plans(revisions, observation.pods, plans, options.pod_resources), plans
 
 
 def _build_isolation(observation: ResourceObservation, options: Options) -> Isolation | None:
@@ -217,13 +238,13 @@ def _num_wanted_groups(
 ) -> int:
     """Returns the number of wanted groups.
 
-    If `spec.replicas` is unreadable (None), all existing groups are wanted, up to the highest index, and at
-    least one group.
+    If `spec.replicas` is unreadable (None), the groups up to the highest existing index are wanted.
     """
     if spec_replicas is not None:
         return spec_replicas
-    existing = pods_by_group([pod for pod in pods if not pod.ended])
-    return max([0, *existing, *(group.index for group in status.groups)]) + 1
+    groups_with_pods = pods_by_group([pod for pod in pods if not pod.ended])
+    highest_index = max([0, *groups_with_pods, *(group.index for group in status.groups)])
+    return highest_index + 1
 
 
 def _decide_model(
@@ -233,29 +254,11 @@ def _decide_model(
     node_loss: NodeLoss,
     options: Options,
 ) -> ModelDecision:
-    """Returns the decision about the model; while the spec is refused, the last decision.
-
-    While a fetch has no progress, the message names ports that the operator's policies close and that the
-    fetch may need.
-    """
+    """Returns the decision about the model; while the spec is refused, the last decision."""
     if target.refusal is not None or target.spec is None or target.source is None:
         return _keep_model_decision(status, target)
-    image_nodes = find_image_nodes(target.spec, observation.nodes)
-    context = ModelContext(
-        spec=target.spec,
-        owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
-        source=target.source,
-        images=options.images,
-        resources=options.pod_resources,
-        pod_security=options.pod_security,
-        node_loss=node_loss,
-        progress=observation.fetch,
-        unreadable_since=unreadable_since(status.groups),
-        now=node_loss.now,
-        cleanup=find_cleanup(target.spec, observation, node_loss.now, _derive_cleanup_key(options)),
-        image_nodes=image_nodes,
-        blocking_pod=find_blocking_cleanup(observation),
-    )
+    context = _build_model_context(observation, status, target.spec, target.source, node_loss, options)
+    image_nodes = context.image_nodes
     pods = [pod for pod in observation.pods if pod.labels.get(names.LABEL_COMPONENT) in MODEL_COMPONENTS]
     decision = decide_model(context, status.model, pods)
     if image_nodes.problem and decision.creates:
@@ -268,11 +271,38 @@ def _decide_model(
             look_again_s=_CHECK_SHORTAGE_EVERY_S,
         )
     has_progress = decision.holds or decision.status.bytes_total
-    if observation.restricted_selectors is None or not context.fetches or has_progress:
+    isolation = _build_isolation(observation, options)
+    if isolation is None or not context.fetches or has_progress:
         return decision
-    isolation = Isolation.from_setting(options.egress, observation.restricted_selectors)
-    closed = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
-    return replace(decision, message="; ".join(filter(None, (decision.message, closed))))
+    # A closed port may be the reason why the fetch has no progress.
+    closed_ports = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
+    return replace(decision, message="; ".join(filter(None, (decision.message, closed_ports))))
+
+
+def _build_model_context(
+    observation: ResourceObservation,
+    status: HeteroInferenceStatus,
+    spec: HeteroInferenceSpec,
+    source: ModelSource,
+    node_loss: NodeLoss,
+    options: Options,
+) -> ModelContext:
+    """Builds the input of the decision about the model of an accepted spec."""
+    return ModelContext(
+        spec=spec,
+        owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
+        source=source,
+        images=options.images,
+        resources=options.pod_resources,
+        pod_security=options.pod_security,
+        node_loss=node_loss,
+        progress=observation.fetch,
+        unreadable_since=unreadable_since(status.groups),
+        now=node_loss.now,
+        cleanup=find_cleanup(spec, observation, node_loss.now, _derive_cleanup_key(options)),
+        image_nodes=find_image_nodes(spec, observation.nodes),
+        blocking_pod=find_blocking_cleanup(observation),
+    )
 
 
 def _derive_cleanup_key(options: Options) -> CleanupKey | None:
@@ -301,16 +331,12 @@ def _keep_model_decision(status: HeteroInferenceStatus, target: Target) -> Model
 def _decide_groups(
     observation: ResourceObservation, status: HeteroInferenceStatus, context: Context, model: ModelDecision
 ) -> Decision:
-    """Returns the decision about all groups and children, with the next status.
-
-    The operator runs the actions in their order: status and events, deletes of pods, objects that pods need,
-    creates of pods, and last the budgets and deletes of other children.
-    """
+    """Returns the decision about all groups and children, with the next status."""
     by_group, last_statuses, strangers = _check_groups(context, observation.pods, status)
     context = replace(context, admission=decide_admission(context, observation, last_statuses, by_group))
     context = replace(context, eviction_block=decide_eviction_block(context, last_statuses, by_group))
     wanted_groups = decide_wanted(context, last_statuses, by_group, observation.groups)
-    context = context.with_chosen_mode()  # a plan above may have chosen the mode
+    context = context.with_chosen_mode()  # `decide_wanted` may have chosen the mode with a new plan
     unwanted_groups = decide_unwanted(context, last_statuses, by_group, observation.groups, wanted_groups)
     decisions = [
         _with_observations(observation, context, decision, by_group)
@@ -322,13 +348,11 @@ def _decide_groups(
     before_pods, after_pods = decide_children(
         find_children(context, decisions, by_group),
         observation.objects,
-        used_plans={
-            *(pod.labels.get(names.LABEL_PLAN, "") for pod in observation.pods),
-            *(decision.status.plan_hash or "" for decision in decisions),
-        },
+        used_plans=_find_used_plans(observation, decisions),
         has_pods=bool(creates or by_group),
     )
     next_status = build_next_status(observation, status, context, model, wanted_groups, unwanted_groups)
+    # The operator runs the actions in this order. So the objects that pods need exist before the pods.
     actions: list[Action] = [*build_status_write(observation, next_status)]
     actions += join_events([event for decision in decisions for event in decision.events])
     actions += forgery_events(context, [*before_pods, *after_pods])
@@ -347,9 +371,18 @@ def _decide_groups(
         actions=tuple(actions),
         look_again_s=_next_check_s(decisions, model, context, next_status),
         connecting=frozenset(
-            (d.status.index, d.status.epoch) for d in decisions if startup.is_connecting(d.status.startup)
+            (each.status.index, each.status.epoch)
+            for each in decisions
+            if startup.is_connecting(each.status.startup)
         ),
     )
+
+
+def _find_used_plans(observation: ResourceObservation, decisions: Sequence[GroupDecision]) -> set[str]:
+    """Returns the hashes of the plans that pods or groups name; contains "" if a pod or group names none."""
+    plans_of_pods = {pod.labels.get(names.LABEL_PLAN, "") for pod in observation.pods}
+    plans_of_groups = {decision.status.plan_hash or "" for decision in decisions}
+    return plans_of_pods | plans_of_groups
 
 
 def _check_groups(
@@ -414,11 +447,11 @@ def _next_check_s(
     decisions: Sequence[GroupDecision], model: ModelDecision, context: Context, status: HeteroInferenceStatus
 ) -> float | None:
     """Returns the seconds until the next check of the resource; None if only events need a check."""
-    waits = [d.look_again_s for d in decisions] + [model.look_again_s]
+    waits = [decision.look_again_s for decision in decisions] + [model.look_again_s]
     # This reconcile sends the dry run. The next reconcile follows immediately, to decide with the answer.
     if context.waits_for_admission and not context.admission.is_unanswered:
         waits.append(0.0)
-    if any(d.status.phase is GroupPhase.READY for d in decisions):
+    if any(decision.status.phase is GroupPhase.READY for decision in decisions):
         waits.append(_CHECK_STEP_TIMES_EVERY_S)
     capacity = status.condition(ConditionType.CAPACITY_AVAILABLE)
     if capacity is not None and capacity.status is ConditionStatus.FALSE:

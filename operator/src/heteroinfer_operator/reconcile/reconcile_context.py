@@ -39,11 +39,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionBlock:
-    """Whether evictions are blocked for all groups because a rollout stops one of the groups.
+    """Whether the disruption budget blocks all evictions, because a rollout stops a group.
 
     Attributes:
         wanted: whether the disruption budget must block all evictions.
-        done: whether the budget blocks them already, or no block is needed.
+        done: whether the budget already blocks all evictions, or no block is needed.
     """
 
     wanted: bool = False

@@ -56,17 +56,17 @@ _FIRST_S: Final = 1.0
 _MAX_S: Final = 30.0
 _HELD_FIRST_S: Final = 0.2
 _MAX_STATUS_RETRY_S: Final = 1.0
-"""Short, because clients and users act on the status."""
+"""Longest wait before the next write of a status. Short, because clients and users act on the status."""
 REPORTED_TRIES: Final = 5
 _REPORTED_AT: Final = MappingProxyType({NAME_HELD: REPORTED_TRIES, NOT_ANSWERED: REPORTED_TRIES})
-"""Attempts after which an event reports a refusal, by reason: a passing refusal is over by then."""
+"""Attempts after which an event reports a refusal, by reason. Most of these refusals are over by then."""
 _POD_FIRST_S: Final = 5.0
 _MAX_POD_RETRY_S: Final = 300.0
-"""Longest wait for a pod that a quota refuses: each attempt creates and deletes other pods of the group."""
+"""Longest wait for a refused pod. Each attempt creates and deletes other pods of the group, so it is long."""
 _FORGOTTEN_AFTER: Final = timedelta(seconds=10)
 """A refusal is forgotten this long after a due retry, because no decision wants the object any more."""
 _POD_FORGOTTEN_AFTER: Final = timedelta(seconds=90)
-"""The same for pods. It is longer than the deletion of the group's other pods, which precedes the retry."""
+"""The same for a pod. It is longer, because the group's other pods must be gone before the retry."""
 _MAX_BUDGET_RETRY_S: Final = 60.0
 """Longest wait for the budget, and time for which the operator reports a second writer of the status."""
 
@@ -107,11 +107,12 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
     """
     if reason in (TOO_MANY_PODS, WRITTEN_BY_OTHERS):  # the budget has its own, shorter waits
         return _MAX_BUDGET_RETRY_S
-    first_s, max_s = (_POD_FIRST_S, _MAX_POD_RETRY_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MAX_S)
-    if reason == NOT_ANSWERED:  # these two reasons soon pass, for pods too
-        first_s, max_s = _FIRST_S, _MAX_S
-    elif reason == NAME_HELD:
+    if reason == NAME_HELD:  # soon passes, also for a pod
         first_s, max_s = _HELD_FIRST_S, _MAX_S
+    elif kind in ("Pod", REVISION) and reason != NOT_ANSWERED:
+        first_s, max_s = _POD_FIRST_S, _MAX_POD_RETRY_S
+    else:
+        first_s, max_s = _FIRST_S, _MAX_S
     if kind == STATUS:
         max_s = _MAX_STATUS_RETRY_S
     # The exponent is limited, because a large power would overflow.
@@ -122,7 +123,7 @@ def _jitter(action: Write, reason: str, refusal_key: KindAndName, tries: int) ->
     """Returns the factor for the delay of a refused pod, from 0.5 to 1; 1 for other objects.
 
     The factor spreads the retries of resources and groups that a quota refused at the same time. If all tried
-    again at the same time, each would get only some of its pods, and the operator would delete them again.
+    again at the same time, each would get only some of its pods, and the operator would delete these pods.
     """
     if reason != OBJECT_REFUSED or not isinstance(action, CreateObject) or not creates_pod(action):
         return 1.0
@@ -186,8 +187,8 @@ class ActionPermits:
         self.known = {
             _refusal_key((refusal.kind, refusal.name), refusal.scopes): refusal for refusal in unexpired
         }
-        # The status of this decision still contains the dropped refusals. So another reconcile follows
-        # immediately, and reports that they are over.
+        # The status of this decision still contains the expired refusals. So another reconcile follows
+        # immediately, and removes them from the status.
         self._refusal_is_over = len(unexpired) < len(before)
 
     def may_run(self, action: Write) -> bool:
@@ -195,7 +196,7 @@ class ActionPermits:
         if self._is_blocked(action):
             return False
         refusal = self.known.get(self._key(action))
-        # A second writer of the status is only reported; the budget limits the writes.
+        # WRITTEN_BY_OTHERS only reports a second writer of the status. The budget limits the writes.
         if refusal is None or refusal.retry_at <= self.now or refusal.reason == WRITTEN_BY_OTHERS:
             return self._fits_budget(action)
         if refusal.blocks:
@@ -247,8 +248,8 @@ class ActionPermits:
         earlier = self.known.get(key)
         tries = earlier.tries + 1 if earlier is not None else 1
         delay = timedelta(seconds=_delay_s(kind, reason, tries) * _jitter(action, reason, key, tries))
-        # An object that others change exists, so no other object waits for it. But the operator does not
-        # recognize a changed pod as its own, so the whole group cannot start.
+        # An object that another client changes exists, so no other object must wait. A changed pod is an
+        # exception: the operator does not recognize it as its own pod, so the whole group cannot start.
         blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or creates_pod(action)
         refusal = Refusal(
             kind=kind,
@@ -266,7 +267,7 @@ class ActionPermits:
         is_new = earlier is None or _reason_and_message(earlier) != _reason_and_message(refusal)
         if is_new:
             self.new.append(refusal)
-        if reason in _REPORTED_AT:  # report it once, and only if it does not pass soon
+        if reason in _REPORTED_AT:  # report this refusal once, and only if it does not pass soon
             return refusal if tries == _REPORTED_AT[reason] else None
         return refusal if is_new else None
 
@@ -289,16 +290,19 @@ class ActionPermits:
         self._block(action)
 
     def release_inputs(self) -> None:
-        """Frees the inputs, because no more actions begin. Answers to earlier actions may still arrive."""
+        """Frees the decision's actions and spec, because no more actions begin.
+
+        Answers to earlier actions may still arrive, so this object stays in memory.
+        """
         if self.spending is not None:
             self.spending.release_inputs()
 
     def look_again_s(self) -> float | None:
-        """Returns the seconds until a refused or delayed action may be tried again; None without one.
+        """Returns the seconds until a refused or delayed action may be tried again, or None.
 
-        Returns 0.0 after a new refusal and after the end of a refusal, so that the status shows the change. A
-        refused action that was due but not in the decision is not wanted now. The check for it is at the time
-        at which its refusal is forgotten.
+        Returns 0.0 after a new refusal and after the end of a refusal, so that the status shows the change.
+        If the retry of a refused action was due and the decision did not contain the action, the action is no
+        longer wanted. Then the next check is at the time at which the refusal is forgotten.
         """
         if self.new or self._refusal_is_over:
             return 0.0
@@ -317,7 +321,7 @@ class ActionPermits:
         """Reports whether an earlier refused or delayed action blocks this action."""
         match action:
             case CreateObject() | ApplyObject():
-                # If several groups need an object, one unblocked group is enough.
+                # If several groups need the object, the action may run as long as one of them is not blocked.
                 all_users_are_blocked = bool(action.scopes) and action.scopes <= self._blocked
                 return self._creates_blocked or all_users_are_blocked
             case DeleteObject():

@@ -18,10 +18,10 @@ _MESSAGE_CHARACTERS = 400
 def count_recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
     """Returns the number of failures that count against `maxRestarts` now.
 
-    These are the failures within the window that ends at the last failure. The window does not end now, so a
-    group that has used up its restarts stays failed. If more failures have come since the last epoch that
-    served, these failures count instead. Otherwise starts that each fail after 30 minutes would repeat
-    without end in a window of one hour.
+    These are the failures within the window that ends at the last failure. The window does not end at the
+    present time, so that a group that has used up its restarts stays failed. The failures since the last
+    epoch that served count instead if they are more. Otherwise starts that each fail after 30 minutes would
+    repeat without end in a window of one hour.
     """
     if not failures:
         return 0
@@ -39,7 +39,7 @@ def count_recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int
 def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
     """Reports whether a group has used up its restarts.
 
-    False if the last failure does not count, such as an eviction.
+    Returns False if the last failure does not count, such as an eviction.
     """
     return bool(failures) and failures[-1].counted and count_recent(failures, restart) > restart.max_restarts
 
@@ -47,7 +47,7 @@ def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
 def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: datetime) -> bool:
     """Reports whether stored failures still delay or prevent the next start.
 
-    They do if the last failure is within the window, if its epoch never served, or if no restart is left.
+    This is so if the last failure is within the window, if its epoch never served, or if no restart is left.
     """
     if not failures:
         return False

@@ -113,8 +113,8 @@ def _choose_name(
 ) -> str:
     """Returns the name for the revision of a spec.
 
-    If a stored revision needs the same pods, the result is its name, so that a change without effect on pods
-    starts no rollout. Otherwise the name is a hash of the spec.
+    If a stored revision creates the same pods, the result is the name of that revision. So a change without
+    an effect on pods starts no rollout. Otherwise the name is a hash of the spec.
 
     Args:
         in_use: names of revisions that pods or the status of groups have.
@@ -123,11 +123,12 @@ def _choose_name(
     with_same_pods = {
         record.name for record in recorded if identity.pod_fields_of_spec(record.spec) == fields
     }
-    # A revision in use comes first, because its pods can stay. Sorted, so that the choice stays the same.
+    # A revision in use comes first, because its pods can stay. `sorted`, so that each reconcile chooses the
+    # same revision.
     reusable = sorted(with_same_pods & set(in_use)) or sorted(with_same_pods)
     if reusable:
         return reusable[0]
-    names_of_others = {record.name for record in recorded} - with_same_pods
+    names_of_others = {record.name for record in recorded} - with_same_pods  # revisions with other pods
     name_in_0_1_0, name = identity.first_revision(spec), identity.revision(spec)
     # Groups from before an upgrade keep their name, so that the upgrade starts no rollout.
     if name_in_0_1_0 in in_use and name_in_0_1_0 not in names_of_others:
@@ -167,8 +168,8 @@ class KeptRecords:
         Until all records are signed, returns the fingerprint of the last status, or None.
 
         Once the status has the fingerprint, the operator ignores records without a valid code. So the
-        operator writes the fingerprint only after it has read all records with their codes. Otherwise a crash
-        before it has signed the records would make it lose the records.
+        fingerprint must not be in the status before all stored records have their codes: if the operator died
+        before it signed a record, the next process would ignore this record.
 
         Args:
             revisions: revisions from which pods can be created; the operator signs their records.
@@ -184,8 +185,9 @@ def read_records(
 
     A record with a valid code is trusted, because only the operator can create the code. Version 0.1.0 wrote
     no codes, and an operator with another key wrote other codes. So until all records in use have a valid
-    code, the operator also trusts a record without one, if the name of the record is the hash of its spec and
-    the operator would accept this spec today. An operator without a key always trusts such records.
+    code, the operator also trusts some records without a valid code: the name of the record must be the hash
+    of its spec, and the operator must accept this spec today. An operator without a key always trusts such
+    records.
     """
     prefix = identity.revision_record(signer.owner, "")
     all_signed = signer.key is not None and status.records_signed_by == signer.fingerprint
@@ -198,16 +200,18 @@ def read_records(
         if stored["kind"] != "ConfigMap" or not name.startswith(prefix):
             continue
         record = read_revision_record(signer.owner, stored)
-        is_signed = signer.is_signed_by_us(stored)
-        any_signed = any_signed or is_signed
-        has_right_name = record is not None and (is_signed or _is_named_by_content(record))
-        may_lack_code = not all_signed and has_right_name
-        if record is not None and (is_signed or (may_lack_code and _is_accepted(record, allowed))):
-            records.append(record)
-            if not is_signed:
+        if signer.is_signed_by_us(stored):
+            any_signed = True
+            if record is not None:
+                records.append(record)
+            continue
+        may_lack_code = not all_signed and record is not None and _is_named_by_content(record)
+        if record is not None and may_lack_code:
+            if _is_accepted(record, allowed):
+                records.append(record)
                 unsigned.add(record.name)
-        elif signer.key is not None and not is_signed and not may_lack_code:
-            # A record that may lack the code but has a forbidden spec is only ignored, not forged.
+            # Otherwise ignore the record: its spec is forbidden now, but the record is not forged.
+        elif signer.key is not None:
             forged.append(name)
     return KeptRecords(
         records=tuple(records), unsigned=frozenset(unsigned), forged=tuple(forged), any_signed=any_signed
@@ -215,7 +219,7 @@ def read_records(
 
 
 def _is_named_by_content(record: RevisionRecord) -> bool:
-    """Reports whether the name of a record is a hash of its spec. It is not if only the spec was edited."""
+    """Reports whether the name of a record is a hash of its spec. An edit of the spec changes the hash."""
     hash_functions = (identity.revision, identity.first_revision, identity.longer_revision)
     return record.name in {hash_name(record.spec) for hash_name in hash_functions}
 
@@ -247,7 +251,7 @@ def find_revisions(
         try:
             source = options.addressing.model(record.spec, owner)
         except PlanError:
-            continue  # the installation has allowed this model before, but no longer does
+            continue  # the installation no longer allows this model
         stored = Revision(
             name=record.name,
             spec=record.spec,

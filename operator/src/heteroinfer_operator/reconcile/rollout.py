@@ -60,26 +60,26 @@ def decide_eviction_block(
     than `rollout.maxUnavailable` allows. A single group needs no block, because no other group could
     serve meanwhile. If the API server refuses the budget, the rollout continues without it.
     """
-    if (
-        context.replicas == 1
-        or context.life.suspend
-        or context.problem is not None
-        or not _may_continue(context)
-    ):
+    if context.replicas == 1 or context.life.suspend:
+        return EvictionBlock()
+    is_rollout_halted = context.problem is not None or not _may_continue(context)
+    if is_rollout_halted:
         return EvictionBlock()
     serving = _find_serving(context, last_statuses, by_group)
     outdated = _find_outdated_groups(context, last_statuses, by_group)
-    may_stop_none = context.life.rollout.max_unavailable <= context.replicas - len(serving)
-    if not serving & outdated or may_stop_none:  # the rollout stops no serving group now
+    num_unavailable = context.replicas - len(serving)
+    may_stop_one = num_unavailable < context.life.rollout.max_unavailable
+    stops_serving_group = may_stop_one and bool(serving & outdated)
+    if not stops_serving_group:
         return EvictionBlock()
     budget_name = identity.shared_budget(context.owner)
-    num_serving_pods = sum(len(by_group.get(i, ())) for i in serving)
+    num_serving_pods = sum(len(by_group.get(index, ())) for index in serving)
     budgets = [
         stored
         for stored in context.planner.observation.objects
         if stored["kind"] == BUDGET_KIND and stored["metadata"]["name"] == budget_name
     ]
-    # The budget blocks all evictions if it protects as many pods as serve.
+    # The budget blocks all evictions if it protects at least the number of serving pods.
     blocks_already = any(_min_available(budget) >= num_serving_pods for budget in budgets)
     is_refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
     return EvictionBlock(wanted=True, done=blocks_already or is_refused)
@@ -104,9 +104,9 @@ def _find_serving(
 ) -> set[int]:
     """Returns the indices of the wanted groups that serve now."""
     return {
-        i
-        for i in range(context.replicas)
-        if i in last_statuses and _is_serving(last_statuses[i], by_group.get(i, ()))
+        index
+        for index in range(context.replicas)
+        if index in last_statuses and _is_serving(last_statuses[index], by_group.get(index, ()))
     }
 
 
@@ -114,13 +114,12 @@ def _find_outdated_groups(
     context: Context, last_statuses: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
     """Returns the indices of the wanted groups whose pods have an older revision."""
-    return {
-        i
-        for i in range(context.replicas)
-        if by_group.get(i)
-        and revision_of(context, last_statuses.get(i, GroupStatus(index=i)), by_group[i])
-        != context.target.name
-    }
+    outdated = set()
+    for index in range(context.replicas):
+        status, pods = last_statuses.get(index, GroupStatus(index=index)), by_group.get(index)
+        if pods and revision_of(context, status, pods) != context.target.name:
+            outdated.add(index)
+    return outdated
 
 
 def decide_wanted(
@@ -132,7 +131,8 @@ def decide_wanted(
     """Returns the decision about each wanted group, in the order of the index.
 
     A rollout stops serving groups only within `rollout.maxUnavailable`. While the API server refuses a pod,
-    groups start one at a time: a group waits until the other groups in `incomplete` have all their pods.
+    groups start one at a time: a group waits until all incomplete groups (groups that lack pods) have their
+    pods.
     """
     num_groups = context.replicas
     serving = _find_serving(context, last_statuses, by_group)
@@ -162,7 +162,7 @@ def decide_wanted(
         if is_serving and decision.deletes:
             num_may_stop -= 1
         if index in outdated and decision.runs and decision.refusal is None:
-            # The group keeps its older revision, because the new revision has a problem (if not None).
+            # Report why the group keeps its older revision: the new revision may have a problem.
             decision = replace(decision, refusal=problem)
         decisions.append(decision)
     return decisions
@@ -202,7 +202,7 @@ def find_unfinished_rollout(
         revision: name of the current spec's revision.
         model_problem: why the model cannot be read, or "".
     """
-    outdated = [d for d in decisions if d.runs and d.status.revision != revision]
+    outdated = [each for each in decisions if each.runs and each.status.revision != revision]
     if not outdated:
         return None
     obstacles = [obstacle for obstacle in map(_find_obstacle, decisions) if obstacle]

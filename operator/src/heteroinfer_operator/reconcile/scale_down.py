@@ -50,12 +50,12 @@ def decide_unwanted(
 def _needs_kept_group(context: Context, wanted: Sequence[GroupDecision]) -> bool:
     """Reports whether a group that is no longer wanted must keep serving.
 
-    This is so if no wanted group serves, unless all wanted groups have waited long for nodes: then they may
-    need the nodes of the kept group.
+    This is so if no wanted group serves or sleeps, unless all wanted groups have waited long for nodes: then
+    they may need the nodes of the kept group.
     """
-    if context.life.suspend or any(
-        decision.status.phase in {GroupPhase.READY, GroupPhase.SLEEPING} for decision in wanted
-    ):
+    phases_that_suffice = {GroupPhase.READY, GroupPhase.SLEEPING}
+    is_wanted_group_up = any(decision.status.phase in phases_that_suffice for decision in wanted)
+    if context.life.suspend or is_wanted_group_up:
         return False
     return any(_capacity_wait(context, decision) < MAX_CAPACITY_WAIT for decision in wanted)
 
@@ -80,7 +80,8 @@ def _keep_if_serving(
 ) -> GroupDecision | None:
     """Returns the decision that keeps a serving group; None if the group does not serve."""
     decision = decide_group(context, status, pods, may_replace=False, report=report)
-    if decision.status.phase is not GroupPhase.READY or decision.creates or decision.deletes:
+    changes_pods = bool(decision.creates or decision.deletes)
+    if decision.status.phase is not GroupPhase.READY or changes_pods:
         return None
     awaited = "group 0" if context.replicas == 1 else f"a group with an index below {context.replicas}"
     return replace(

@@ -9,5 +9,5 @@ MODEL_SCOPE: Final = "model"
 
 
 def group_scope(index: int) -> str:
-    """Scope of the actions that create a group."""
+    """Returns the scope of the actions that create a group."""
     return f"group/{index}"

@@ -14,7 +14,7 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 REASON: Final = "LeaderSilent"
 MIN_SILENT_S: Final = 0.8
-"""Shortest silence to report: in this time at least three connections failed, not one lost packet."""
+"""Shortest silence to report. Three connections fail in this time, so more than one packet is lost."""
 _RARE_CHECKS_AFTER_S: Final = 5.0
 """Silence after which checks are rare."""
 _FREQUENT_CHECK_S: Final = 1.0
@@ -48,12 +48,12 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
 def with_silence_by_report(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
     """Marks the leader of a Ready group as silent if the leader does not report the group as ready.
 
-    Use it while the API server does not show the pods, because then only the leader's report is known. A
-    leader that does not accept the operator's authentication reports epoch 0, which counts as the current
-    epoch.
+    Call this function while the API server does not show the pods. Then only the leader's report shows the
+    state of the group. A leader that does not accept the operator's authentication reports epoch 0, which
+    counts as the current epoch.
     """
     status = decision.status
-    # The operator may never have been able to reach this leader, so its silence proves nothing.
+    # Without measurements, the operator may never have reached this leader. Then the silence proves nothing.
     if status.phase is not GroupPhase.READY or status.measured_time is None:
         return decision
     is_current = report is not None and report.epoch in {0, status.epoch}

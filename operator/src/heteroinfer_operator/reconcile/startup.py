@@ -1,8 +1,8 @@
 """Progress of a starting group, or the cause of its wait. Pure.
 
 Waiting for capacity, images and the model has no limit: a new epoch would begin the same wait again. Once all
-pods are connected, the leader's supervisor watches the start, because it sees every step. This module covers
-the time before: the supervisor cannot distinguish a silent pod from a pod that still pulls its image.
+pods are connected, the leader's supervisor watches the start. Before that, this module does, because the
+supervisor cannot distinguish a silent pod from a pod that still pulls its image.
 """
 
 from collections.abc import Collection, Sequence
@@ -62,11 +62,12 @@ def observe_startup(
     loaded_bytes = sum(rank.loaded_bytes for rank in report.ranks)
     total_bytes = sum(rank.total_bytes for rank in report.ranks)
     measured_before = last if last is not None and last.measured_time is not None else None
-    if measured_before is not None:
-        if not total_bytes or _keeps_progress(measured_before, loaded_bytes, now):
-            return _with_old_measurement(status, measured_before)
-    elif not total_bytes:
+    if measured_before is None and not total_bytes:  # the ranks do not know the size of their weights yet
         return status
+    if measured_before is not None and (
+        not total_bytes or _keeps_progress(measured_before, loaded_bytes, now)
+    ):
+        return _with_old_measurement(status, measured_before)
     return status.changed(bytes_done=loaded_bytes, bytes_total=total_bytes, measured_time=now)
 
 
@@ -201,8 +202,8 @@ def describe_end(pod: PodView) -> str:
     """Describes the end of a pod that had never run."""
     cause = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
     by_node = f" by node {pod.node}" if pod.node else ""
-    what_happened = "was deleted" if pod.deleting else f"was rejected{by_node}"
-    return f"pod {pod.name} {what_happened} before it ran{f' ({cause})' if cause else ''}"
+    end = "was deleted" if pod.deleting else f"was rejected{by_node}"
+    return f"pod {pod.name} {end} before it ran{f' ({cause})' if cause else ''}"
 
 
 def is_rejected(pod: PodView) -> bool:
@@ -211,15 +212,16 @@ def is_rejected(pod: PodView) -> bool:
 
 
 def ended_before_run(pod: PodView) -> bool:
-    """Reports whether a pod ended before it ran. Such a pod never joined its group, and never will."""
+    """Reports whether a pod ended before it ran, so that it never joined its group."""
     return pod.ended and not has_run(pod)
 
 
 def find_replaceable(pods: Sequence[PodView], now: datetime, *, replace_after_s: float) -> list[PodView]:
-    """Returns the pods that never ran and never will, and that new pods may replace now.
+    """Returns the pods that ended before they ran, and that new pods may replace now.
 
-    `replace_after_s` counts from the creation of a pod that its node rejected. The wait is needed because the
-    scheduler may choose the same node again.
+    Args:
+        replace_after_s: wait from the creation of a pod that its node rejected. Without this wait, the
+            scheduler could choose the same node again and again. A deleted pod is replaced without a wait.
     """
     ended_pods = [pod for pod in pods if ended_before_run(pod)]
     return [pod for pod in ended_pods if pod.deleting or _age_s(pod, now) >= replace_after_s]

@@ -23,6 +23,7 @@ LEFT_OUT: Final = "left out: the status is full"
 _RANK_BYTES: Final = 75
 """Size of an entry without names, times and node: {"rank":4095,"role":"","pod":"","started":false,…},"""
 _DETAIL_BYTES: Final = 75
+"""Size of an entry's times, and of its node without the node's name."""
 _LOCKED_MEMORY_BYTES: Final = 125
 """Size of an entry's locked memory with its limit, and of its list of transports without their names."""
 _PLAN_RANK_BYTES: Final = 150
@@ -74,13 +75,14 @@ def _fit_failures(groups: Sequence[GroupStatus]) -> list[GroupStatus]:
     by_position = {
         (i, j): failure for i, group in enumerate(groups) for j, failure in enumerate(group.failures)
     }
+    newest_first = sorted(by_position, key=lambda position: by_position[position].time, reverse=True)
     free_bytes, kept = FAILURE_BYTES, set()
-    for position in sorted(by_position, key=lambda position: by_position[position].time, reverse=True):
+    for position in newest_first:
         free_bytes -= _json_bytes(by_position[position].message)
         if free_bytes < 0:
             break
         kept.add(position)
-    if len(kept) == len(by_position):
+    if len(kept) == len(by_position):  # all messages fit
         return list(groups)
 
     def fitted(i: int, j: int) -> FailureStatus:

@@ -118,7 +118,7 @@ def ended(
     """Returns the status of a group whose epoch has ended: Failed or Stopping.
 
     Args:
-        failures: failures of the group; the last one ended the epoch.
+        failures: failures of the group. The last failure ended the epoch.
         is_final: whether the group has used up its restarts.
         blocked_pod: message about a pod that does not end, or "".
         next_epoch_time: time of the restart; None for an immediate restart.

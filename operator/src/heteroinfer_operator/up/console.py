@@ -13,9 +13,9 @@ from heteroinfer_operator.fleet.screen import UP_COLUMNS, build_group_rows, buil
 
 
 class Display:
-    """Prints lines and, on a terminal, a live table below them.
+    """Prints lines and, on a terminal, a live table below the lines.
 
-    Without a terminal (`live` is False) it prints a line for each change of a rank's phase.
+    Without a terminal (`live` is False), prints a line for each change of a rank's phase.
     """
 
     def __init__(self, console: Console, *, live: bool) -> None:

@@ -149,7 +149,7 @@ class Session:
             )
 
     def _on_signal(self) -> None:
-        """Stops the groups at the first signal, and kills them at the second."""
+        """Stops the groups at the first signal, and kills their pods at the second signal."""
         self._num_signals += 1
         self._stop.set()
         if self._num_signals > 1:
@@ -159,9 +159,9 @@ class Session:
         self._queue.add(self._cluster.key)
 
     async def _reconcile_or_fail(self, key: ResourceKey) -> float | None:
-        """Runs one reconcile. Returns the seconds until the next one, or None if none is due.
+        """Runs one reconcile. Returns the seconds until the next reconcile, or None if none is due.
 
-        An error that the operator in a cluster would retry ends this run.
+        An error ends `heteroinfer up`. An operator in a cluster would try again instead.
         """
         try:
             next_reconcile_s = await self._reconcile(key)
@@ -192,7 +192,8 @@ class Session:
         available = status.condition(ConditionType.AVAILABLE.value)
         serves = available is not None and available.status is ConditionStatus.TRUE
         serving = frozenset(group.index for group in status.groups if group.phase is GroupPhase.READY)
-        if serves and serving - self._serving_groups:
+        newly_serving = serving - self._serving_groups
+        if serves and newly_serving:
             self._print_endpoints(status, serving)
         self._serving_groups = serving if serves else frozenset()
         if serves:
@@ -279,5 +280,8 @@ def _describe_urls(pods: Sequence[PodAddress], ranks: Iterable[RankAssignment]) 
 
 
 def _is_final(condition: Condition) -> bool:
-    """Reports whether waiting cannot end the condition. GPUs may become free, and a download may finish."""
+    """Reports whether waiting cannot end the condition.
+
+    Waiting can help if GPUs are missing, which may become free, or while the model is being fetched.
+    """
     return condition.reason not in {Shortage.reason, WAITING_FOR_MODEL}

@@ -128,7 +128,7 @@ def check_moe_backend(profile: ModelProfile, engine: EngineSettings) -> None:
     if backend != "auto" and profile.experts:
         raise build_cpu_error(
             f"--moe-backend {backend} with experts",
-            "the option selects kernels for GPUs, and vLLM would use them on CPUs too",
+            "the option selects kernels for GPUs, and vLLM would use these kernels on CPUs, too",
             "Remove the option, so that vLLM chooses kernels for each device",
             field="engine.args",
         )
@@ -155,8 +155,12 @@ def _check_activation(profile: ModelProfile, supported: frozenset[str], remedy: 
 
 def _describe_experts_format(profile: ModelProfile) -> str:
     """Describes the format of the experts' weights, or their element type if they are not quantized."""
-    quantized = any(kind.experts_quantized for kind in profile.layers)
-    return str(profile.scheme_of_experts) if quantized else profile.dtype
+    return str(profile.scheme_of_experts) if _has_quantized_experts(profile) else profile.dtype
+
+
+def _has_quantized_experts(profile: ModelProfile) -> bool:
+    """Reports whether the experts of any layer are quantized."""
+    return any(kind.experts_quantized for kind in profile.layers)
 
 
 def check_feed_forward_experts(profile: ModelProfile) -> None:
@@ -178,7 +182,8 @@ def _check_coded_experts(profile: ModelProfile, remedy: str) -> None:
     is_wide_int4 = scheme.name is SchemeName.INT4 and scheme.bits != 4
     if not is_supported_format or is_wide_int4:
         raise build_cpu_error(f"experts in {describe_format(profile)}", NO_KERNEL, remedy)
-    # 0 if a group is a whole column of weights. Then only the kernel's block counts.
+    # Ranks divide columns in whole units. 0 if a group is a whole column of weights: then only KERNEL_BLOCK
+    # counts.
     unit_columns = scheme.group if scheme.name in _FORMATS_WITH_SHARED_SCALES else KERNEL_BLOCK
     is_fp8 = scheme.name is SchemeName.FP8_BLOCK
     if unit_columns % KERNEL_BLOCK or (is_fp8 and unit_columns != _FP8_BLOCK):
@@ -212,16 +217,12 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
     if profile.architecture in ZERO_EXPERTS:
         raise build_cpu_error(
             f"{profile.architecture} with zero experts (experts that compute nothing)",
-            "vLLM's router for them needs a GPU",
+            "vLLM's router for zero experts needs a GPU",
             remedy_sentence,
         )
-    quantized = any(kind.experts_quantized for kind in profile.layers)
-    scheme = profile.scheme_of_experts
-    vllm_kernel = CPU_EXPERTS.get(scheme.name if quantized else SchemeName.NONE)
-    bf16_remedy = f"Use the same model {describe_in_bf16(profile)}, {remedy}"
-    if quantized and has_whole_layers:
+    if _has_quantized_experts(profile) and has_whole_layers:
         _check_activation(profile, _GATED_ACTIVATIONS, remedy_sentence)
-        _check_coded_experts(profile, bf16_remedy)
+        _check_coded_experts(profile, f"Use the same model {describe_in_bf16(profile)}, {remedy}")
         return
     if profile.limited_experts and profile.architecture not in STEP_LIMITS:
         raise build_cpu_error(
@@ -229,11 +230,23 @@ def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_wh
             "vLLM's CPU kernels silently ignore the limit, so answers would be wrong",
             remedy_sentence,
         )
+    _check_vllm_kernel(profile, engine, remedy)
+
+
+def _check_vllm_kernel(profile: ModelProfile, engine: EngineSettings, remedy: str) -> None:
+    """Raises PlanError if vLLM's kernel for experts of CPU stages does not support the model's experts.
+
+    Args:
+        remedy: alternatives to CPU ranks in stages, as the end of a sentence.
+    """
+    scheme = profile.scheme_of_experts
+    vllm_kernel = CPU_EXPERTS.get(scheme.name if _has_quantized_experts(profile) else SchemeName.NONE)
+    bf16_remedy = f"Use the same model {describe_in_bf16(profile)}, {remedy}"
     if vllm_kernel is None:
         raise build_cpu_error(
             f"experts in {describe_format(profile)}", "vLLM has no CPU kernel for this format", bf16_remedy
         )
-    _check_activation(profile, vllm_kernel.activations, remedy_sentence)
+    _check_activation(profile, vllm_kernel.activations, f"{remedy[0].upper()}{remedy[1:]}")
     if vllm_kernel.group and scheme.group != vllm_kernel.group:
         raise build_cpu_error(
             f"experts in {scheme}",
@@ -264,5 +277,5 @@ def stage_instructions(profile: ModelProfile, *, has_whole_layers: bool) -> str:
             Our kernels need AVX2 only.
     """
     kernel = CPU_EXPERTS.get(profile.scheme_of_experts.name)
-    quantized = any(kind.experts_quantized for kind in profile.layers)
-    return kernel.instructions if kernel and quantized and not has_whole_layers else ""
+    uses_vllm_kernel = _has_quantized_experts(profile) and not has_whole_layers
+    return kernel.instructions if kernel and uses_vllm_kernel else ""

@@ -172,7 +172,7 @@ def _check_pipeline(profile: ModelProfile, stages: int) -> tuple[str, ...]:
 
 
 def _check_classes(profile: ModelProfile) -> None:
-    """Raises PlanError if vLLM's classes for the model do not run on CPUs, or plans do not support them."""
+    """Raises PlanError if vLLM's classes for the model need GPUs, or if plans cannot count their memory."""
     remedy = "Use GPU roles only, or another model"
     unsupported = GPU_CLASSES & set(class_names(profile))
     if unsupported:
@@ -201,7 +201,7 @@ def _check_head_sizes(profile: ModelProfile) -> None:
                 _GPU_ATTENTION_REMEDY,
             )
     # Skips this check for a profile that version 0.1.0 stored. Such a profile does not describe the layers,
-    # and groups that run with it must be able to restart.
+    # and groups that run with such a profile must be able to restart.
     unsupported_sizes = _head_sizes(profile) - CPU_HEAD_SIZES if profile.kinds else frozenset()
     if unsupported_sizes:
         raise build_cpu_error(
@@ -314,11 +314,12 @@ def _check_linear_layers(profile: ModelProfile, engine: EngineSettings) -> tuple
     """Checks that CPU kernels support the format of the model's linear layers. Returns no warnings.
 
     Raises:
-        PlanError: they do not support the format.
+        PlanError: CPU kernels do not support the format, or its quantization at load.
     """
     scheme = profile.scheme
     online_method = EngineOptions.of(engine.extra_args).quantization
-    # A profile without `kinds` is of version 0.1.0, whose groups must be able to restart.
+    # Skips this check for a profile that version 0.1.0 stored (without `kinds`): groups that run with such a
+    # profile must be able to restart.
     if online_method and scheme.name is SchemeName.NONE and profile.kinds:
         raise build_cpu_error(
             f"--quantization {online_method}",
@@ -361,7 +362,9 @@ def _find_needed_instructions(
 
 
 def _check_instructions(needed: tuple[str, str], cpus: CpuFeatures) -> tuple[str, ...]:
-    """Raises PlanError if a role's nodes lack the needed instructions; returns a note if this is unknown.
+    """Raises PlanError if a role's nodes lack the needed instructions.
+
+    Returns a note if the features of a role's CPUs are unknown.
 
     Args:
         needed: result of `_find_needed_instructions`.

@@ -16,14 +16,14 @@ _SIZES: Final = "--cudagraph-capture-sizes"
 _MOST: Final = "--max-cudagraph-capture-size"
 _LEVEL: Final = "--optimization-level"
 _DEFAULT_MOST: Final = 512
-"""vLLM's own limit. It is 1,024 on GPUs of compute capability 10, but plans have at most 256 requests in a
-step, and vLLM captures at most two rows for each."""
+"""vLLM's own limit. The limit is 1,024 on GPUs of compute capability 10, but plans have at most 256 requests
+in a step, and vLLM captures at most two rows for each."""
 
 
 def most_captured_rows(args: tuple[str, ...], max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """Returns the rows of the largest CUDA graph that vLLM captures; 0 if the arguments switch graphs off."""
     config = _read_config(args)
-    if config.get("cudagraph_mode") in ("NONE", 0):
+    if config.get("cudagraph_mode") in ("NONE", 0):  # name and value of the mode without graphs
         return 0
     sizes, most = config.get("cudagraph_capture_sizes"), config.get("max_cudagraph_capture_size")
     if isinstance(sizes, list):  # the user listed all sizes

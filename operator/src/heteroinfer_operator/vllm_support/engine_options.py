@@ -31,7 +31,7 @@ class EngineOptions:
         kv_cache_dtype: type of the KV cache; `auto` for the model's type.
         quantization: method of quantization at load, or of the checkpoint; "" if not set.
         moe_backend: kernels of experts; `auto` for vLLM's choice.
-        state_dtype: type of recurrent states; None if vLLM chooses it by device.
+        state_dtype: type of recurrent states; None if vLLM chooses the type by device.
         convolution_dtype: type of the convolutions' states; `auto` for the model's type.
         keep_alive: seconds without output after which a stream sends a comment, unparsed; None if not set.
         load_format: format in which vLLM reads weights; None if not set.
@@ -39,7 +39,7 @@ class EngineOptions:
         offloaded_gib: GiB that vLLM offloads to the CPU, unparsed; None if not set.
         offloaded_layers: size of the groups of layers that vLLM offloads, unparsed; None if not set.
         is_text_only: whether vLLM omits the encoder of a multimodal model.
-        allows_deprecated: whether vLLM accepts methods of quantization that it is about to drop.
+        allows_deprecated: whether vLLM accepts methods of quantization that vLLM will remove soon.
     """
 
     kv_cache_dtype: str = "auto"

@@ -51,9 +51,8 @@ def describe_in_bf16(profile: ModelProfile) -> str:
     stored_bytes = (
         sum(profile.layer_bytes) + profile.embedding_bytes + profile.head_bytes + profile.other_bytes
     )
-    linear_growth = sum(kind.quantized_bytes for kind in profile.layers) * (
-        16 / _bits_per_weight(profile.scheme) - 1
-    )
+    linear_bytes = sum(kind.quantized_bytes for kind in profile.layers)
+    linear_growth = linear_bytes * (16 / _bits_per_weight(profile.scheme) - 1)
     expert_bytes = sum(kind.routed_bytes for kind in profile.layers if kind.experts_quantized)
     expert_growth = expert_bytes * (16 / _bits_per_weight(profile.scheme_of_experts) - 1)
     return f"in bf16 (about {(stored_bytes + linear_growth + expert_growth) / 2**30:.0f} GiB)"

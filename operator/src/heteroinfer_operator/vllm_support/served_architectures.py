@@ -21,9 +21,10 @@ from heteroinfer_operator.vllm_support.listed_architectures import (
 
 
 def class_names(profile: ModelProfile) -> tuple[str, ...]:
-    """Returns the model's class, and the class of its language model if that model's config decides it.
+    """Returns the name of the model's class and, for some models, the class of the language model inside.
 
-    A class is "" if the config names none and vLLM finds none for the type.
+    For models in TEXT_BY_CONFIG, vLLM finds the second class by the config of the language model. A name is
+    "" if the config names no class, and vLLM has no class for the type of the language model.
     """
     if profile.architecture not in TEXT_BY_CONFIG or not profile.text_type:
         return (profile.architecture,)
@@ -64,7 +65,10 @@ def check_architecture(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def _check_class(name: str, profile: ModelProfile) -> tuple[str, ...]:
-    """Raises PlanError if vLLM serves no model of this class; returns a note if that is unknown."""
+    """Raises PlanError if vLLM serves no model of this class.
+
+    Returns a note if vLLM lacks the class, but a plugin or the model itself may contain it.
+    """
     if name in GENERATES or name in BY_TRANSFORMERS:
         return ()
     if not name:
@@ -82,8 +86,8 @@ def _check_class(name: str, profile: ModelProfile) -> tuple[str, ...]:
         )
     if name in UNTIL:
         raise _build_error(
-            f"model: vLLM no longer serves {name}; the last version that did was {UNTIL[name]}. Use another "
-            "model"
+            f"model: vLLM no longer serves {name} (the last version with this class was {UNTIL[name]}). "
+            "Use another model"
         )
     note = (
         f"model: neither vLLM nor transformers has the class {name}. The model starts only if a plugin in "

@@ -135,6 +135,7 @@ def _kinds_by_list(text: Mapping[str, Any], num_layers: int) -> Sequence[Attenti
     types = _layer_types(text)
     if types is None:
         return None
+    # Unknown words count as full attention. `unknown_layer_types` reports them.
     kinds = [
         _full_without_window(_KIND_BY_NAME.get(str(name), AttentionKind.FULL), text)
         for name in types[:num_layers]
@@ -209,9 +210,9 @@ def _full_without_window(kind: AttentionKind, text: Mapping[str, Any]) -> Attent
 
 def _llama4_kind(text: Mapping[str, Any], index: int) -> AttentionKind:
     """Returns the kind of a layer of Llama 4: chunks with rotary embeddings, else full attention."""
-    rope = text.get("no_rope_layers")
-    if isinstance(rope, list) and len(rope) > index:
-        chunked = bool(rope[index])
+    marks = text.get("no_rope_layers")  # despite the name, 1 marks a layer with rotary embeddings
+    if isinstance(marks, list) and len(marks) > index:
+        chunked = bool(marks[index])
     else:
         chunked = (index + 1) % int(text.get("no_rope_layer_interval") or 4) != 0
     return AttentionKind.CHUNKED if chunked and text.get("attention_chunk_size") else AttentionKind.FULL
@@ -219,6 +220,7 @@ def _llama4_kind(text: Mapping[str, Any], index: int) -> AttentionKind:
 
 def is_latent(text: Mapping[str, Any]) -> bool:
     """Reports whether vLLM caches latents instead of keys and values."""
+    # DeepSeek-V4 has compress_ratios, and the width of its latents in head_dim.
     width_field = "head_dim" if text.get("compress_ratios") else "kv_lora_rank"
     return text.get("model_type") in _LATENT_TYPES and text.get(width_field) is not None
 
@@ -355,12 +357,13 @@ def _state_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
         return 3 * width * (kernel - 1), width * int(linear["head_dim"])
     if text.get("conv_L_cache"):  # LFM2's short convolution
         return hidden * (first_number("conv_L_cache") - 1), 0
-    kernel = first_number("conv_kernel", "mamba_d_conv", default=4)
+    kernel = first_number("conv_kernel", "mamba_d_conv", default=4)  # Mamba
     state = first_number("ssm_state_size", "mamba_d_state", "state_size", default=16)
     heads = first_number("mamba_num_heads", "mamba_n_heads")
-    if not heads:  # Mamba 1
+    if not heads:  # version 1
         inner = first_number("mamba_expand", "expand", default=2) * hidden
         return inner * (kernel - 1), inner * state
+    # Version 2
     inner = heads * first_number("mamba_head_dim", "mamba_d_head", default=64)
     groups = first_number("n_groups", "mamba_n_groups", default=1)
     return (inner + 2 * groups * state) * (kernel - 1), inner * state

@@ -16,7 +16,7 @@ _TEXT_KEYS: Final = ("text_config", "llm_config", "language_config")
 _WRAPPER_KEYS: Final = ("thinker_config",)
 """Keys of the part that vLLM serves, in models with several parts."""
 _PART_KEYS: Final = ("attn_config", "ffn_config")
-"""Keys of the sizes of a language model's parts (DBRX)."""
+"""Keys of the sizes of attention and feed-forward part, in models that separate them (DBRX)."""
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_key_value_heads": (
         "num_kv_heads",
@@ -181,7 +181,7 @@ def _special_fields(text: Mapping[str, Any]) -> dict[str, Any]:
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, GPTBigCode
         fields["num_key_value_heads"] = 1
     heads = [block_heads(text, index) for index in range(len(text.get("block_configs") or ()))]
-    if any(heads):
+    if any(heads):  # Nemotron-NAS: like vLLM, takes the first layer that has attention
         fields["num_key_value_heads"] = next(head for head in heads if head)
     return fields
 
@@ -241,20 +241,13 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     longest = config.get("max_position_embeddings") or 128_000  # vLLM's default without a config.json
     config["max_position_embeddings"] = min(longest, config.get("max_seq_len") or longest)
     moe = config.pop("moe", None)
-    architecture = "MistralForCausalLM"
-    if isinstance(moe, Mapping):
-        architecture = "MistralLarge3ForCausalLM" if moe.get("num_shared_experts") else "MixtralForCausalLM"
-        config["num_experts"] = moe.get("num_experts")
-        config["num_experts_per_tok"] = moe.get("num_experts_per_tok")
-        if architecture == "MistralLarge3ForCausalLM":
-            config |= {"model_type": "deepseek_v3", "scoring_func": moe.get("routing_method", "softmax")}
-    config["architectures"] = [architecture]
+    config |= _convert_moe(moe) if isinstance(moe, Mapping) else {"architectures": ["MistralForCausalLM"]}
     quantization = config.pop("quantization", None)
     if isinstance(quantization, Mapping) and quantization:
         config["quantization_config"] = _convert_quantization(quantization)
     multimodal = config.pop("multimodal", None) or {}
     vision = multimodal.get("vision_encoder_args") or config.pop("vision_encoder", None)
-    if vision:
+    if vision:  # the text config becomes a part of Pixtral's config
         return {
             "model_type": "pixtral",
             "architectures": ["PixtralForConditionalGeneration"],
@@ -263,6 +256,25 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
             "quantization_config": config.get("quantization_config"),
         }
     return config
+
+
+def _convert_moe(moe: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts the experts of a params.json to fields of a config.json.
+
+    A model with shared experts gets the type of DeepSeek-V3, as in vLLM.
+    """
+    fields: dict[str, Any] = {
+        "num_experts": moe.get("num_experts"),
+        "num_experts_per_tok": moe.get("num_experts_per_tok"),
+        "architectures": ["MixtralForCausalLM"],
+    }
+    if moe.get("num_shared_experts"):
+        fields |= {
+            "architectures": ["MistralLarge3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "scoring_func": moe.get("routing_method", "softmax"),
+        }
+    return fields
 
 
 def _convert_quantization(quantization: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,5 +105,5 @@ class LayerKind:
         """
         if not self.experts:
             return 0.0
-        missed = (1 - self.experts_per_token / self.experts) ** tokens
-        return self.experts * (1 - missed)
+        unused_probability = (1 - self.experts_per_token / self.experts) ** tokens
+        return self.experts * (1 - unused_probability)

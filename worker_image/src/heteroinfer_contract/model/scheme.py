@@ -132,7 +132,7 @@ def _grouped_reader(name: SchemeName) -> Callable[[Mapping[str, Any]], Scheme]:
     def read(quantization: Mapping[str, Any]) -> Scheme:
         group = int(quantization.get("group_size", quantization.get("q_group_size", 128)))
         bits = int(quantization.get("bits", quantization.get("w_bit", 4)))
-        return Scheme(name=name, bits=bits, group=max(group, 0))
+        return Scheme(name=name, bits=bits, group=max(group, 0))  # -1: a whole channel shares a scale
 
     return read
 
@@ -153,9 +153,9 @@ def _read_compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
             return _MXFP8
         case "float", 8, strategy:
             name = SchemeName.FP8_TENSOR if strategy == "tensor" else SchemeName.FP8_CHANNEL
-        case "float", 4, _:
+        case "float", 4, _:  # groups have 16 weights in NVFP4, and 32 in MXFP4
             return Scheme(name=SchemeName.NVFP4 if group == 16 else SchemeName.MXFP4, bits=4, group=group)
-        case "int", 8, _ if isinstance(first.get("input_activations"), Mapping):
+        case "int", 8, _ if isinstance(first.get("input_activations"), Mapping):  # int8 activations, too
             name = SchemeName.INT8
         case "int", _, _:
             zeros = not weights.get("symmetric", True)
@@ -258,6 +258,7 @@ def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
         scoring, has_bias = named or "sigmoid", True
     has_bias = has_bias or architecture.startswith(_SOFTMAX_WITH_BIAS)
     groups = 1 if architecture.startswith(_ONE_GROUP) else text.get("n_group") or 0
+    # Without the field, only DeepSeek's models do not normalize the weights.
     normalized = bool(text.get("norm_topk_prob", not architecture.startswith("Deepseek")))
     match scoring, has_bias, normalized:
         case "sigmoid", True, True:
@@ -266,7 +267,7 @@ def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
             return Routing.SIGMOID_NORMALIZED if normalized else Routing.SIGMOID
         case "softmax", False, _:
             return Routing.SOFTMAX_NORMALIZED if normalized else Routing.SOFTMAX
-    return Routing.UNKNOWN
+    return Routing.UNKNOWN  # vLLM has no name for other combinations
 
 
 def limits_all_experts(text: Mapping[str, Any]) -> bool:

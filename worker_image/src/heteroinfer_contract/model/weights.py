@@ -119,7 +119,7 @@ class LayerBytes:
             return self.mlp_columns
         if self.routed_columns or len(self.routed_down) != _DIMS_OF_ALL_EXPERTS:
             return self.routed_columns
-        # The name does not show the order of inputs and outputs.
+        # The name does not show the order of inputs and outputs. One of the two sizes is `hidden`.
         return next((size for size in self.routed_down[1:] if size != hidden), hidden)
 
 
@@ -220,6 +220,8 @@ def _add_tensor(
 ) -> None:
     """Adds a tensor's bytes to the part of the model to which its name belongs.
 
+    A name can match several parts. The first match counts.
+
     Args:
         shared: layers that read an earlier layer's keys and values.
         encoder_prefixes: result of `_encoder_prefixes`.
@@ -274,6 +276,7 @@ def _columns(tensor: Tensor) -> int:
         return 0
     if _GATES_TOGETHER.search(tensor.name):  # `LayerBytes.columns` reads the down projection instead
         return 0
+    # A tensor of gate and up has twice the columns.
     if leaf == "gate_up_proj_blocks" or _GATE_AND_UP & set(path):
         return tensor.shape[dim] // 2
     return tensor.shape[dim] if _GATE_OR_UP & set(path) else 0

@@ -36,24 +36,26 @@ _RAISE_LIMIT: Final = (
 )
 _MODULE: Final = __name__.rpartition(".")[0]
 _MAX_NODES: Final = 8
-"""At most this many NUMA nodes, the first ones, are also measured separately."""
+"""Maximum number of NUMA nodes that are also measured separately: the first nodes."""
 _NODE_POINTS: Final = 3
 """Number of thread counts measured for a single NUMA node."""
 _LAST_BEGIN_SHARE: Final = 0.9
-"""Part of the remaining time in which a command of several measurements may begin a measurement. The rest is
-for the end of the last measurement."""
+"""Part of the remaining time in which a command of several measurements may begin a measurement. In the rest
+of the time, the last measurement can end."""
 _SHORTEST_S: Final = 1.0
 """If less time is left, no measurement begins."""
 _POLL_S: Final = 0.05
 """Longest wait for output before the next check whether a process has ended."""
 _KILL_POLL_S: Final = 0.01
+"""Wait between two attempts to end the remaining children."""
 _LAST_READ_S: Final = 0.5
 """Time to read the rest of an ended process's output. Its children can keep the pipe open."""
 _KILL_S: Final = 2.0
 """Time to end the remaining children of a measuring process."""
 _VALUES: Final = ("name", "operations_per_s")
-"""Fields with a single value."""
+"""Fields of results that have a single value for the machine."""
 _LISTS: Final = ("readings", "kernels", "transfers", "hops", "skipped")
+"""Kinds of results of which a machine has several."""
 
 
 @dataclass(slots=True)
@@ -69,10 +71,10 @@ class MeasuredResults:
     begun: list[str] = field(default_factory=list)
 
     def store_line(self, line: str) -> None:
-        """Stores the result in a line of a measuring process. Ignores other lines, which are logs.
+        """Stores the result that a line of a measuring process contains. Ignores other lines, which are logs.
 
-        Ignores a result, too, if another process wrote into the middle of its line. Keeps at most MAX_ENTRIES
-        results of each list.
+        Also ignores a damaged line: another process may have written into the middle of the line. Keeps at
+        most MAX_ENTRIES results of each list.
         """
         if not line.startswith('{"kind": "'):
             return
@@ -85,9 +87,9 @@ class MeasuredResults:
             if len(self.lists[kind]) < MAX_ENTRIES:
                 self.lists[kind].append(result)
         elif kind == BEGUN:
-            what = str(result.get("what"))
-            if what not in self.begun and len(self.begun) < MAX_ENTRIES:
-                self.begun.append(what)
+            name = str(result.get("what"))
+            if name not in self.begun and len(self.begun) < MAX_ENTRIES:
+                self.begun.append(name)
         elif kind == "gpu":
             self.values["gpu"] = result
         else:  # the name of the GPU, or the operations per second
@@ -103,11 +105,13 @@ class Measurement:
     """One measuring process, or two that measure together.
 
     Attributes:
+        what: name of the measurement.
         commands: modules below this package, each with its arguments.
         cpus: ids of the CPUs that the processes may use; all if empty.
-        runs_several: whether the command runs several measurements and reports the start of each. Its further
-            arguments are its time in seconds and the measurements that were begun before, which it leaves
-            out. So a measurement that crashes the process does not prevent the others.
+        env: environment variables for the processes.
+        runs_several: whether the command runs several measurements, and reports the start of each. Such a
+            command gets further arguments: its time in seconds, and the measurements to leave out. So if a
+            measurement crashes the process, the command can run again without this measurement.
     """
 
     what: str
@@ -118,57 +122,63 @@ class Measurement:
 
 
 def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
-    """Lists the measurements for these CPUs. Measurements that most plans need come first.
+    """Lists the measurements of this machine. Measurements that most plans need come first.
 
     Args:
         cpus: one CPU of each core.
         folder: empty folder for the file through which the two ranks of a hop connect.
     """
-    by_node: dict[int, list[int]] = {}
-    for cpu in cpus:
-        by_node.setdefault(cpu.node, []).append(cpu.id)
     all_cpus = tuple(cpu.id for cpu in cpus)
-    measurements = [
-        Measurement(
-            what="memory, all NUMA nodes",
-            commands=(_reading_arguments(len(all_cpus), ALL_NODES),),
-            cpus=all_cpus,
-            env=_cpu_environment(),
-        )
-    ]
-    if len(by_node) > 1:
-        measurements += [
-            Measurement(
-                what=f"memory, NUMA node {node}",
-                commands=(_reading_arguments(len(ids), node, most=_NODE_POINTS),),
-                cpus=tuple(ids),
-                env=_cpu_environment(),
-            )
-            for node, ids in sorted(by_node.items())[:_MAX_NODES]
-        ]
     hop_file = str(folder / "hops")
-    measurements.append(
+    return [
+        *_memory_measurements(cpus),
         Measurement(
             what="hops",
             commands=tuple(("hops", str(rank), hop_file) for rank in range(2)),
             # Without this variable, gloo would look up the machine's own name, which may have no address.
             env={**_cpu_environment(), names.ENV_GLOO_INTERFACE: LOOPBACK_INTERFACE},
-        )
-    )
-    measurements.append(Measurement(what="GPU", commands=(("gpu",),)))
-    kernels = ("kernel_reading", str(len(all_cpus)))
-    measurements.append(
+        ),
+        Measurement(what="GPU", commands=(("gpu",),)),
         Measurement(
-            what="kernels", commands=(kernels,), cpus=all_cpus, env=_cpu_environment(), runs_several=True
-        )
+            what="kernels",
+            commands=(("kernel_reading", str(len(all_cpus))),),
+            cpus=all_cpus,
+            env=_cpu_environment(),
+            runs_several=True,
+        ),
+    ]
+
+
+def _memory_measurements(cpus: tuple[Cpu, ...]) -> Iterator[Measurement]:
+    """Yields the measurements of memory: all NUMA nodes together, then each node if there are several."""
+    all_cpus = tuple(cpu.id for cpu in cpus)
+    yield Measurement(
+        what="memory, all NUMA nodes",
+        commands=(_reading_arguments(len(all_cpus), ALL_NODES),),
+        cpus=all_cpus,
+        env=_cpu_environment(),
     )
-    return measurements
+    by_node: dict[int, list[int]] = {}
+    for cpu in cpus:
+        by_node.setdefault(cpu.node, []).append(cpu.id)
+    if len(by_node) == 1:
+        return
+    for node, ids in sorted(by_node.items())[:_MAX_NODES]:
+        yield Measurement(
+            what=f"memory, NUMA node {node}",
+            commands=(_reading_arguments(len(ids), node, most=_NODE_POINTS),),
+            cpus=tuple(ids),
+            env=_cpu_environment(),
+        )
 
 
 def _reading_arguments(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ...]:
-    """Returns the command that measures memory with `cores` threads, then with half as many, and so on.
+    """Returns the command that measures memory with `cores` threads, with half of `cores`, and so on.
+
+    The numbers of threads ascend in the command.
 
     Args:
+        node: number of the NUMA node, or ALL_NODES.
         most: maximum number of thread counts.
     """
     counts = [cores]
@@ -188,27 +198,42 @@ def _cpu_environment() -> dict[str, str]:
 
 
 def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResults:
-    """Runs measurements one after another, for `limit_s` in all. Ends the one that runs at the limit."""
-    results, start = MeasuredResults(), time.monotonic()
+    """Runs measurements one after another. After `limit_s` seconds, ends the running measurement.
+
+    Stores a measurement that failed or did not begin in time as skipped.
+    """
+    results, deadline = MeasuredResults(), time.monotonic() + limit_s
     for measurement in measurements:
-        left_s = limit_s - (time.monotonic() - start)
-        if left_s < _SHORTEST_S:
-            results.skip(
-                measurement.what,
-                f"not begun within {limit_s:.0f} s. {_RAISE_LIMIT}",
-            )
-        must_run = True
-        while must_run and left_s >= _SHORTEST_S:
-            begun_before = len(results.begun)
-            failed = _run_measurement(measurement, left_s, results)
-            if failed is not None:
-                results.skip(failed.name, failed.reason)
-            # If one of several measurements ended the process, the command runs again and leaves out the
-            # measurements that have begun. Without a new one, a further run would fail in the same way.
-            has_begun_one = len(results.begun) > begun_before
-            must_run = failed is not None and measurement.runs_several and has_begun_one
-            left_s = limit_s - (time.monotonic() - start)
+        left_s = deadline - time.monotonic()
+        if left_s >= _SHORTEST_S:
+            _run_until_done(measurement, deadline, left_s, results)
+        else:
+            results.skip(measurement.what, f"not begun within {limit_s:.0f} s. {_RAISE_LIMIT}")
     return results
+
+
+def _run_until_done(
+    measurement: Measurement, deadline: float, left_s: float, results: MeasuredResults
+) -> None:
+    """Runs a measurement, and runs it again after a crash if its command runs several measurements.
+
+    A further run leaves out the measurements that have begun. There is no further run if the last run has
+    begun no measurement, because a further run would crash in the same way.
+
+    Args:
+        deadline: time (time.monotonic()) at which the measurement must end.
+        left_s: seconds until the deadline.
+    """
+    while left_s >= _SHORTEST_S:
+        begun_before = len(results.begun)
+        failed = _run_measurement(measurement, left_s, results)
+        if failed is None:
+            return
+        results.skip(failed.name, failed.reason)
+        has_begun_one = len(results.begun) > begun_before
+        if not measurement.runs_several or not has_begun_one:
+            return
+        left_s = deadline - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,34 +252,47 @@ def _run_measurement(
     Kills the processes and their children at the limit.
     """
     begun_before = tuple(results.begun)
-    # A command of several measurements gets the seconds in which it may begin one, and the names to skip.
+    # A command of several measurements gets the seconds in which it may begin measurements, and the names of
+    # the measurements that it leaves out.
     extra_arguments = (
         (f"{limit_s * _LAST_BEGIN_SHARE:.1f}", *begun_before) if measurement.runs_several else ()
     )
     processes: list[subprocess.Popen[bytes]] = []
-    tails: list[list[str]] = [[] for _ in measurement.commands]  # the last line of each process's errors
-    other_children = set(child_pids())  # all later children belong to this measurement
+    # For each process, a list with the last line of its errors; empty if it has written no errors.
+    tails: list[list[str]] = [[] for _ in measurement.commands]
+    children_to_keep = set(child_pids())  # all later children belong to this measurement
     with contextlib.ExitStack() as at_end:
-        at_end.callback(_end_processes, processes, other_children)  # also runs if SIGTERM ends this process
+        at_end.callback(_end_processes, processes, children_to_keep)  # also runs if SIGTERM ends this process
         processes.extend(
             _start_process(measurement, (*command, *extra_arguments)) for command in measurement.commands
         )
         output = at_end.enter_context(ProcessOutput(_pipes_and_readers(processes, results, tails)))
         is_late = not _wait_until_ended(processes, output, limit_s)
-        _end_processes(processes, other_children)
+        _end_processes(processes, children_to_keep)
         output.read_rest(_LAST_READ_S)
-    exit_codes = [process.returncode for process in processes]
-    # `results.begun` grows while the output is read. The command's last measurement is the failed one.
+    # `results.begun` has grown while the output was read. If a measurement failed, it is the last one.
     has_begun_one = len(results.begun) > len(begun_before)
     name = results.begun[-1] if has_begun_one else measurement.what
     if is_late:
         return _FailedMeasurement(name, f"not done within {limit_s:.0f} s. {_RAISE_LIMIT}")
+    reason = _find_reason([process.returncode for process in processes], tails)
+    return None if reason is None else _FailedMeasurement(name, reason)
+
+
+def _find_reason(exit_codes: Sequence[int], tails: Sequence[Sequence[str]]) -> str | None:
+    """Returns why processes failed; None if no process failed.
+
+    The reason has the exit code of the first failed process, and the first error of all failed processes.
+
+    Args:
+        exit_codes: exit code of each process.
+        tails: last line of each process's errors, in a list; an empty list if there are no errors.
+    """
     failed_codes = [code for code in exit_codes if code]
-    if failed_codes:
-        last_lines = [tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail]
-        reason = f"ended with exit code {failed_codes[0]}: {last_lines[0] if last_lines else ''}"
-        return _FailedMeasurement(name, reason)
-    return None
+    if not failed_codes:
+        return None
+    last_lines = [tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail]
+    return f"ended with exit code {failed_codes[0]}: {last_lines[0] if last_lines else ''}"
 
 
 def _pipes_and_readers(
@@ -281,19 +319,20 @@ def _wait_until_ended(
     return True
 
 
-def _end_processes(processes: Sequence["subprocess.Popen[bytes]"], other_children: Set[int]) -> None:
-    """Ends measuring processes and all their children, even in other sessions.
+def _end_processes(processes: Sequence["subprocess.Popen[bytes]"], children_to_keep: Set[int]) -> None:
+    """Ends measuring processes and all their children, even children in other sessions.
 
     Args:
-        other_children: children of this process that must not end.
+        children_to_keep: process IDs of children of this process that must not end.
     """
     for process in processes:
         with contextlib.suppress(ProcessLookupError):  # the process has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     deadline = time.monotonic() + _KILL_S
-    # A process whose parent has ended is a child of this process if this process adopts orphans.
-    while (remaining := set(child_pids()) - other_children) and time.monotonic() < deadline:
+    # If a child of a measuring process outlives its parent, this process has adopted the child
+    # (`adopt_orphans`).
+    while (remaining := set(child_pids()) - children_to_keep) and time.monotonic() < deadline:
         for pid in remaining:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the child has ended
                 os.kill(pid, signal.SIGKILL)
@@ -306,7 +345,7 @@ def _start_process(measurement: Measurement, command: Sequence[str]) -> "subproc
     # With a plan in its environment, the process would count as a rank.
     env = {name: value for name, value in os.environ.items() if name != names.ENV_PLAN}
     threads = {names.ENV_OMP_THREADS: str(len(measurement.cpus))} if measurement.cpus else {}
-    # Sets the CPUs before the module is imported, because its libraries start threads then.
+    # Sets the CPUs before the module is imported, because the module's libraries start threads at the import.
     code = f"import os, sys; from {parent_death.__name__} import die_with_parent; "
     code += f"die_with_parent({os.getpid()}); "
     if measurement.cpus:
@@ -324,7 +363,7 @@ def _start_process(measurement: Measurement, command: Sequence[str]) -> "subproc
 
 
 def _keep_last_line(tail: list[str], line: str) -> None:
-    """Replaces the content of `tail` with a line, unless the line is blank."""
+    """Replaces the content of the list `tail` by a line, unless the line is blank."""
     if line.strip():
         tail[:] = [line.strip()]
 
@@ -333,6 +372,10 @@ def build_calibration(
     results: MeasuredResults, versions: Versions, *, started: float, duration_s: float
 ) -> Calibration:
     """Builds the calibration from the results.
+
+    Args:
+        started: time of the start, in seconds since 1970.
+        duration_s: time that all measurements took.
 
     Raises:
         ContractError: no memory measurement succeeded. The message contains the reasons.
@@ -368,10 +411,11 @@ def build_calibration(
 
 
 def fit_text(calibration: Calibration) -> str:
-    """Returns the JSON text, shortened if it would not fit into a termination message.
+    """Returns the calibration as JSON, shortened if it would not fit into a termination message.
 
-    Shortens the reasons of skipped measurements first. Then drops rates for many rows, starting with the
-    kernel measured last. If even the shortest text does not fit, returns that text.
+    First shortens the reasons of skipped measurements. Then drops the rates for several rows of the kernel
+    that was measured last, of the kernel before it, and so on. If even the shortest text does not fit,
+    returns the shortest text.
     """
     shorter = [
         replace(
@@ -389,7 +433,7 @@ def fit_text(calibration: Calibration) -> str:
 
 
 def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float = LIMIT_S) -> int:
-    """Measures this machine and prints the calibration; returns the exit code.
+    """Measures this machine and prints the calibration. Returns the exit code.
 
     Args:
         output: file for the calibration; standard output if None.

@@ -1,4 +1,4 @@
-"""Answers each request of a GPU with the rows of the request.
+"""Answers each request of a GPU with the rows of the request, so that `gpu` can measure the exchange.
 
 Run as `python -m vllm_heteroinfer.calibration.echo OFFER`. Imports torch.
 """
@@ -14,7 +14,7 @@ from vllm_heteroinfer.feed_forward.slab import Offer, connect
 SPIN_NS = 50_000_000
 """Time that this process spins before it sleeps: longer than the GPU's time between two requests."""
 LIMIT_NS = 1_000_000_000
-"""Longest single wait for a request. Then the process waits again."""
+"""Longest single wait for a request. After this time, the process begins another wait."""
 
 
 def main(argv: list[str]) -> None:

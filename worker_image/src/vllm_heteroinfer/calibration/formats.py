@@ -13,9 +13,9 @@ GROUP_SIZE: Final = 128
 SIZE: Final = 4096
 """Inputs and columns of the measured linear layers."""
 _WEIGHT: Final = {"dynamic": False, "symmetric": True, "observer": "minmax", "actorder": None}
+"""Values of compressed-tensors' configuration that all measured weights have."""
 _PER_TOKEN: Final = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
-
-
+"""compressed-tensors' configuration of inputs with a scale for each token."""
 _FP8: Final = "float8_e4m3fn"
 
 
@@ -25,8 +25,9 @@ class Parameter:
 
     Attributes:
         name: the part of the name after `w13_` or `w2_`.
-        columns_per_element: columns that one element holds; 0 if one element is for the whole projection.
-        inputs_per_element: inputs that one element holds; 0 if one element is for all inputs.
+        columns_per_element: columns that one element covers; 0 if the parameter is a scalar for the whole
+            matrix.
+        inputs_per_element: inputs that one element covers; 0 if one element covers all inputs.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Parameter:
     inputs_per_element: int = 1
 
     def shape(self, columns: int, inputs: int) -> tuple[int, ...]:
-        """Returns the shape for a projection with these columns and inputs; () for a scalar."""
+        """Returns the parameter's shape for a matrix with these columns and inputs; () for a scalar."""
         if not self.columns_per_element:
             return ()
         num_inputs = (inputs // self.inputs_per_element) if self.inputs_per_element else 1
@@ -50,7 +51,9 @@ class WeightFormat:
         method: `quant_method` in `quantization_config`, or "" for unquantized weights.
         experts: parameters of experts (feed_forward/expert_formats.py).
         transposed: whether the experts' parameters have inputs before columns.
-        copy: whether the measurement copies a packed layer. If not, it packs each layer, which takes longer.
+        config: further values of `quantization_config`.
+        copy: whether the measurement copies a packed layer. If not, it packs each layer again, which takes
+            longer.
     """
 
     method: str = ""

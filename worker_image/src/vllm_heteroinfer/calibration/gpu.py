@@ -18,10 +18,13 @@ from vllm_heteroinfer.calibration.process_output import report, report_skipped, 
 from vllm_heteroinfer.kernels.rounds import ROUNDS
 
 COPY_BYTES: Final = 256 << 20
+"""Size of a copy between host and GPU."""
 SIDE: Final = 8192
 """Rows and columns of the weight: 128 MiB in bf16, more than any GPU cache of 2026 except MI300's."""
 COPIES: Final = 8
+"""Number of weights that a round reads."""
 MANY_ROWS: Final = 4096
+"""Rows of a product that spends more time on computing than on reading."""
 EXCHANGES: Final = 48
 """Exchanges in one CUDA graph, about the number of layers of a model."""
 HIDDEN, ROWS = 4096, 1
@@ -31,12 +34,12 @@ LIMIT_S: Final = 5.0
 
 
 def main() -> None:
-    """Measures and reports the first GPU."""
+    """Measures the first GPU, and reports the results."""
     if not torch.cuda.is_available():
         return
     device = torch.device("cuda:0")
     report("gpu_name", name=torch.cuda.get_device_name(device))
-    for what, measure in (
+    for name, measure in (
         ("GPU", _measure_gpu),
         ("PCIe", _measure_transfers),
         ("exchange", _measure_exchange),
@@ -45,7 +48,7 @@ def main() -> None:
             measure(device)
         # A measurement that this driver or GPU does not support is reported as skipped.
         except Exception as error:
-            report_skipped(what, error)
+            report_skipped(name, error)
 
 
 def _best_seconds(call: Callable[[], object], repeats: int = 1) -> float:
@@ -79,7 +82,7 @@ def _measure_gpu(device: torch.device) -> None:
 
 
 def _measure_transfers(device: torch.device) -> None:
-    """Reports the rates of copies in each direction, alone and contended."""
+    """Reports the rate of copies in each direction: alone, and while other copies and reads compete."""
     on_host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     on_gpu = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     copies = {
@@ -95,7 +98,13 @@ def _measure_transfers(device: torch.device) -> None:
 
 
 def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> float:
-    """Returns the median seconds of a copy during opposite copies and memory reads by CPU threads."""
+    """Returns the median seconds of a copy while other copies and reads compete for memory.
+
+    The other copies run in the opposite direction, and a CPU thread reads memory.
+
+    Args:
+        other: starts a copy in the opposite direction.
+    """
     ended = threading.Event()
     dense = torch.randn((SIDE, SIDE))
 
@@ -127,7 +136,10 @@ def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> flo
 
 
 def _measure_exchange(device: torch.device) -> None:
-    """Measures the exchange with a feed-forward rank. A process that returns its input plays this rank."""
+    """Reports the time of an exchange with a feed-forward rank.
+
+    A process that returns the rows that it gets takes the place of the feed-forward rank.
+    """
     from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
     from vllm_heteroinfer.feed_forward.slab import Shape, create
 

@@ -28,7 +28,8 @@ def usable_cpus() -> tuple[Cpu, ...]:
 def usable_cores() -> tuple[Cpu, ...]:
     """Returns one CPU of each core, at most as many as the cgroup's CPU limit.
 
-    A limit restricts the CPU time on all CPUs, so it is applied after the choice of cores.
+    A limit restricts the CPU time on all CPUs together. It does not select CPUs, so it is applied after the
+    choice of cores.
     """
     return _within_quota(one_of_each_core(_cpus_of_affinity()))
 
@@ -46,7 +47,8 @@ def _within_quota(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
 
 def one_of_each_core(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
     """Returns the first CPU of each physical core. Compute threads are bound to these CPUs."""
-    first_cpus = {cpu.core: cpu for cpu in reversed(cpus)}  # the last assignment remains: the first CPU
+    # Reversed, because the last assignment to a key remains: the core's first CPU.
+    first_cpus = {cpu.core: cpu for cpu in reversed(cpus)}
     return tuple(sorted(first_cpus.values(), key=lambda cpu: cpu.id))
 
 
@@ -54,6 +56,8 @@ def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], cores: tuple[Cpu, ...]
     """Builds the description of this machine's hardware.
 
     Args:
+        cpuinfo: content of /proc/cpuinfo.
+        cpus: the usable CPUs.
         cores: one CPU of each usable core.
         gpu: name of the first GPU, or "".
     """

@@ -1,4 +1,4 @@
-"""Measures the time of a message between two processes.
+"""Measures the time that a message takes from one process to another.
 
 Run as `python -m vllm_heteroinfer.calibration.hops RANK FILE`.
 
@@ -25,10 +25,14 @@ TIMEOUT: Final = timedelta(seconds=20)
 
 
 def main(argv: list[str]) -> None:
-    """Sends messages to the other rank and back. Rank 0 reports half of the time of a round trip.
+    """Measures messages of each size, as rank 0 or as rank 1.
 
-    A message whose first byte is not 0 is the last of its size. The ranks connect through a file, because
-    another process could take a chosen port before its use.
+    Rank 0 sends messages, rank 1 sends them back, and rank 0 reports half of the time of a round trip. A
+    message whose first byte is not 0 is the last of its size. The ranks find each other through a file,
+    because another process could take a port between its choice and its use.
+
+    Args:
+        argv: number of this rank, 0 or 1, and path of the file.
     """
     rank, file = int(argv[0]), argv[1]
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Measures the speed at which vLLM's kernels and HeteroInfer's own kernels read weights.
 
-Run as `python -m vllm_heteroinfer.calibration.kernel_reading ...`. Builds and packs layers in each format as
-vLLM does for a model, with random weights. Calls experts as a feed-forward rank does. Imports vLLM.
+Run as `python -m vllm_heteroinfer.calibration.kernel_reading ...`. For each format, builds and packs layers
+with random weights, as vLLM does for a model. Calls experts as a feed-forward rank does. Imports vLLM.
 """
 
 import json
@@ -34,7 +34,7 @@ from vllm_heteroinfer.kernels.rounds import median_s
 
 BF16: Final = "bfloat16"
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 16, 8
-"""Sizes of Qwen3-30B-A3B's layers, but with 16 of 128 experts, since some formats are packed slowly."""
+"""Sizes of Qwen3-30B-A3B's layers, but with 16 of 128 experts, because packing takes long in some formats."""
 _MODEL: Final = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -52,21 +52,22 @@ _MODEL: Final = {
     "torch_dtype": BF16,
 }
 _LINEAR_PREFIX = "model.layers.0.mlp.up_proj"
+"""Name of the measured linear layer, as in a model."""
 _MANY_ROWS, _MANY_CALLS = 512, 2
-"""With at least _MANY_ROWS rows, a product spends more time on computing than on reading. Then _MANY_CALLS
-calls are enough to measure its time."""
+"""A product of at least _MANY_ROWS rows spends more time on computing than on reading, so _MANY_CALLS calls
+are enough to measure its time."""
 _MAX_ROWS: Final = {KernelPart.LINEAR: 2048, KernelPart.EXPERTS: 512}
-"""Maximum rows of a product: those of a prompt's chunk. Each expert computes only some rows of the chunk."""
+"""Maximum number of rows of a product. A prompt's chunk has 2,048 rows; each expert computes only some."""
 _MORE_ROWS_TIME_S: Final = 0.2
-"""Time in which rounds with more than one row may begin."""
+"""Time in which rounds may begin, for each number of rows above 1."""
 _LONGEST_CALL_S: Final = 0.5
-"""Longest call to measure. A number of rows is skipped if its call, estimated from the previous one, takes
-longer."""
+"""Longest call to measure. No larger number of rows is measured if its call would probably take longer, in
+proportion to the previous call."""
 Call = Callable[[], Any]
 
 
 class Input:
-    """Holds the input `x` of a linear kernel's calls. Each number of rows gets another `x`."""
+    """Holds the input `x` of a linear kernel's calls, so that all calls can get another `x`."""
 
     x: torch.Tensor
 
@@ -74,13 +75,13 @@ class Input:
 class ExpertsInput:
     """Input of the calls of a kernel for experts, as in the slab of a feed-forward rank.
 
-    With one row, the calls alternate between the halves of the experts. With more rows, tokens choose
-    experts at random, so that the rows per expert vary, as in a model. Kernels process 32 rows at a time, and
-    then the remaining rows.
+    With one row, each call uses other experts than the call before, until all experts were used. With more
+    rows, tokens choose experts at random, so that the number of rows differs between experts, as in a model.
+    This matters, because kernels process 32 rows at a time, and then the remaining rows.
     """
 
     turns: Final = EXPERTS // TOP_K
-    """Number of calls with one row that together use each expert once."""
+    """Number of calls with one row that together use each expert once: a call uses TOP_K experts."""
 
     def __init__(self) -> None:
         self._chosen = torch.arange(EXPERTS, dtype=torch.int32).view(self.turns, TOP_K)
@@ -89,7 +90,7 @@ class ExpertsInput:
     def prepare(self, rows: int) -> None:
         """Makes inputs with which each expert computes `rows` rows on average.
 
-        With one row, a call has one token, which uses only the experts of the current turn.
+        With one row, each call has one token, which uses only the experts of the current `turn`.
         """
         self._one_row = rows == 1
         tokens = 1 if self._one_row else rows * self.turns
@@ -118,8 +119,8 @@ def main(argv: list[str]) -> None:
     """Reports a rate for each kernel. Kernels that most models use come first.
 
     Args:
-        argv: number of threads, optionally the seconds in which measurements may begin, and the names of
-            measurements to leave out, since they were begun in an earlier process.
+        argv: number of threads; optionally the seconds in which measurements may begin; then the names of
+            measurements to leave out, because an earlier process has begun them.
     """
     os.environ |= {names.ENV_VISIBLE_GPUS: names.HIDE_GPUS, names.ENV_TARGET_DEVICE: "cpu"}
     threads = int(argv[0])
@@ -128,19 +129,19 @@ def main(argv: list[str]) -> None:
     attempts = _Attempts(deadline=time.monotonic() + time_left_s, skipped=begun_before)
     torch.set_num_threads(threads)
     our_linear = "our linear kernel"
-    # An earlier process began the measurements in `begun_before`, in this order, and ended in the last one.
-    # So the measurement of our kernel has ended, and counts as a success, if another one follows it.
-    has_our_linear = (
-        attempts.attempt(our_linear, lambda: measure_our_linear(threads)) or our_linear in begun_before[:-1]
-    )
-    report_begun("vLLM's kernels")  # names the measurement if vLLM crashes before the first kernel
+    # An earlier process began the measurements in `begun_before`, in this order, and crashed in the last of
+    # these. So if another measurement follows the measurement of our kernel, the latter did not crash, and
+    # counts as a success.
+    was_measured_before = our_linear in begun_before[:-1]
+    has_our_linear = attempts.attempt(our_linear, lambda: measure_our_linear(threads)) or was_measured_before
+    report_begun("vLLM's kernels")  # this name is reported if vLLM crashes before the first kernel
     bench = KernelBench(threads)
     attempts.attempt(
         "linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32")
     )
     for part, scheme in _kernels_in_order():
         if has_our_linear and (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
-            continue  # ranks use our kernel for these layers, never vLLM's
+            continue  # ranks use our kernel for these layers, and never vLLM's kernel
         what = f"{part} in {'bf16' if scheme is SchemeName.NONE else scheme}"
         attempts.attempt(what, partial(bench.measure, part, scheme))
     bench.close()
@@ -153,7 +154,7 @@ def _kernels_in_order() -> list[tuple[KernelPart, SchemeName]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempts:
-    """Runs measurements, unless the time is over or an earlier process began them.
+    """Runs measurements, except measurements after the deadline or from an earlier process.
 
     Attributes:
         deadline: time (time.monotonic()) after which no measurement begins.
@@ -174,7 +175,8 @@ class _Attempts:
         try:
             with torch.inference_mode():
                 measure()
-        # A format that this CPU or vLLM does not support may raise any error. It is reported as skipped.
+        # A format that this CPU or vLLM does not support may raise any error. The format is reported as
+        # skipped.
         except Exception as error:
             report_skipped(what, error)
             return False
@@ -189,7 +191,8 @@ def measure_our_linear(threads: int) -> None:
     """
     library, size = linear.prepare(), SIZE
     dense = torch.randn((size, size)).to(torch.bfloat16)
-    packed = [linear.pack(dense) for _ in range(-(-bytes_beyond_caches() // dense.nbytes))]
+    num_copies = -(-bytes_beyond_caches() // dense.nbytes)  # so that no cache holds all weights
+    packed = [linear.pack(dense) for _ in range(num_copies)]
     shared_input = Input()
 
     def call(weight: torch.Tensor) -> Call:
@@ -213,21 +216,24 @@ def _measure_rates(
     prepare: Callable[[int], None],
     many_bytes: int | None = None,
 ) -> list[float]:
-    """Returns bytes per second for one row, and for each of MORE_ROWS until a call takes too long.
+    """Returns the bytes per second for one row, and for each number of MORE_ROWS.
+
+    Stops before the first number of rows for which a call would take longer than _LONGEST_CALL_S.
 
     Args:
         calls: calls of one kernel, each with its own weights.
-        num_bytes: bytes of weights that a call reads for one row.
+        num_bytes: bytes of weights that a call with one row reads.
         prepare: sets the number of rows of the calls.
-        many_bytes: bytes of weights that a call reads for more rows; None if the same as `num_bytes`.
+        many_bytes: bytes of weights that a call with more rows reads; None if the same as `num_bytes`.
     """
     rates: list[float] = []
     call_s, rows_before = 0.0, 1
     for rows in (1, *MORE_ROWS):
-        if rows > _MAX_ROWS[part] or call_s * rows / rows_before > _LONGEST_CALL_S:
+        predicted_call_s = call_s * rows / rows_before
+        if rows > _MAX_ROWS[part] or predicted_call_s > _LONGEST_CALL_S:
             break
         prepare(rows)
-        # With few rows, all calls must run: together their weights exceed the caches.
+        # With few rows, all calls must run, because only all weights together exceed the caches.
         measured_calls = calls[:_MANY_CALLS] if rows >= _MANY_ROWS else calls
         if rows == 1:
             round_s, read_bytes = median_s(measured_calls), num_bytes
@@ -252,7 +258,7 @@ def _report_rates(
 
 
 class KernelBench:
-    """Measures vLLM's kernels, with vLLM set up for one CPU rank."""
+    """Measures vLLM's kernels in a process that is set up like a CPU rank."""
 
     def __init__(self, threads: int) -> None:
         """Sets vLLM up for one CPU rank, with the configuration of a small model and without its weights."""
@@ -273,7 +279,7 @@ class KernelBench:
             # One process with rank 0. vLLM does not use the address, because torch's process group exists.
             init_distributed_environment(1, 0, "unused://", 0, "gloo")
             initialize_model_parallel(1, 1)
-        cpu_coded.install()  # as in a rank
+        cpu_coded.install()  # as a CPU rank does
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # without this call, vLLM's kernels for AMX end with SIGILL
 
@@ -312,13 +318,13 @@ class KernelBench:
         layer = build()
         num_bytes, shared_input = _fill_with_values(layer), Input()
         layer.quant_method.process_weights_after_loading(layer)
-        count = -(-bytes_beyond_caches() // num_bytes)
+        num_copies = -(-bytes_beyond_caches() // num_bytes)  # so that no cache holds all weights
         if weight_format.copy:
-            calls = _calls_with_copies(layer, count, lambda: layer(shared_input.x))
+            calls = _calls_with_copies(layer, num_copies, lambda: layer(shared_input.x))
         else:
             calls = [
                 lambda: layer(shared_input.x),
-                *(_packed_layer_call(build(), shared_input) for _ in range(count - 1)),
+                *(_packed_layer_call(build(), shared_input) for _ in range(num_copies - 1)),
             ]
 
         def prepare(rows: int) -> None:
@@ -339,14 +345,15 @@ class KernelBench:
         )
 
         def call(experts: Experts, turn: int) -> None:
-            """Computes the experts. With one row, computes only the experts of this turn."""
+            """Computes the experts for the shared input. With one row, uses only the experts of this turn."""
             shared_input.turn = turn
             x, ids, weights, y = shared_input.arguments()
             experts.compute(y, x, weights, ids)
 
+        num_copies = -(-bytes_beyond_caches() // all_bytes)  # so that no cache holds all weights
         copies = [
             load_experts(LayerReader(MappedFiles(), layer, dummy=True), all_experts, torch.bfloat16)
-            for _ in range(-(-bytes_beyond_caches() // all_bytes))
+            for _ in range(num_copies)
         ]
         calls = [partial(call, experts, turn) for experts in copies for turn in range(shared_input.turns)]
         num_bytes = all_bytes // shared_input.turns
@@ -356,7 +363,7 @@ class KernelBench:
 
 
 def _packed_layer_call(layer: Any, shared_input: Input) -> Call:
-    """Packs a layer with typical values. Returns a call of the layer."""
+    """Fills a layer with typical values, and packs it. Returns a call of the layer."""
     _fill_with_values(layer)
     layer.quant_method.process_weights_after_loading(layer)
     return lambda: layer(shared_input.x)
@@ -404,7 +411,7 @@ def _fill_with_values(layer: Any) -> int:
     for parameter in layer.parameters():
         total += parameter.nbytes
         if parameter.is_floating_point():
-            # One block is repeated, because it takes long to draw many random numbers.
+            # One block of random numbers is repeated, because drawing many random numbers takes long.
             block = torch.rand(min(parameter.numel(), 1 << 20), dtype=torch.float32) * 0.01 + 0.01
             repeats = -(-parameter.numel() // block.numel())
             parameter.data.copy_(block.repeat(repeats)[: parameter.numel()].view(parameter.shape))
@@ -414,7 +421,7 @@ def _fill_with_values(layer: Any) -> int:
 
 
 def _kernel_name(layer: Any) -> str:
-    """Returns the name of the kernel that computes a linear layer."""
+    """Returns the class name of a linear layer's kernel, or of its method if the layer has no kernel."""
     method = layer.quant_method
     return type(getattr(getattr(layer, "scheme", None), "kernel", method)).__name__
 

@@ -17,10 +17,12 @@ MANY_ROWS = 512
 
 
 def main(argv: list[str]) -> None:
-    """Reports the reading rate for each number of threads.
+    """Reports the rate of reading memory for each number of threads.
 
-    If the readings cover all NUMA nodes, also reports the operations per second with the largest number of
-    threads, which is the last one in `argv[0]`.
+    For all NUMA nodes together, also reports the operations per second with the largest number of threads.
+
+    Args:
+        argv: numbers of threads, ascending and separated by commas; number of the NUMA node, or ALL_NODES.
     """
     threads, node = [int(part) for part in argv[0].split(",")], int(argv[1])
     torch.set_num_threads(max(threads))

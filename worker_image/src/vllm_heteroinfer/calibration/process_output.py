@@ -14,7 +14,7 @@ from typing import IO, Any, Final
 BEGUN: Final = "begun"
 """Kind of a line that reports the start of a measurement."""
 MAX_LINE_BYTES: Final = 2**16
-"""Longer lines are cut."""
+"""Lines are cut after this number of bytes."""
 _CHUNK_BYTES: Final = 2**16
 
 
@@ -30,7 +30,7 @@ def report(kind: str, **values: Any) -> None:
 
 
 def report_begun(what: str) -> None:
-    """Reports the start of a measurement that might crash this process."""
+    """Reports the start of a measurement. If it crashes this process, the parent can name it."""
     report(BEGUN, what=what)
 
 
@@ -52,7 +52,10 @@ class LineReader:
         self._line = bytearray()
 
     def feed(self, chunk: bytes) -> None:
-        """Processes the next chunk. An empty chunk marks the end of the output."""
+        """Takes the next chunk of the output, and emits the lines that are complete.
+
+        An empty chunk marks the end of the output.
+        """
         *complete_parts, incomplete_part = chunk.split(b"\n")
         for part in complete_parts:
             self._add(part)
@@ -66,14 +69,14 @@ class LineReader:
         self._line += part[: MAX_LINE_BYTES - len(self._line)]
 
     def _emit_line(self) -> None:
-        """Passes on the current line and begins a new line."""
+        """Passes the current line to `take`, and begins a new line."""
         line = self._line.decode(errors="replace")
         self._line.clear()
         self._take(line)
 
 
 class ProcessOutput:
-    """Reads from several pipes. A context manager that closes the pipes.
+    """Reads from several pipes. As a context manager, closes the pipes at the end.
 
     Args:
         pipes: unbuffered pipes, each with the function that receives its lines.
@@ -95,7 +98,7 @@ class ProcessOutput:
 
     def read(self, timeout_s: float) -> None:
         """Waits for output up to `timeout_s`, and reads the available output."""
-        if not self._open:  # the processes may still run without their pipes
+        if not self._open:  # the processes have closed their pipes, but may still run
             time.sleep(timeout_s)
             return
         for key, _ in self._selector.select(timeout_s):

@@ -47,6 +47,11 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
         return None
     if Plan.from_env(os.environ).mode is Mode.TENSOR:
         return _build_bridge_communicator(kwargs)
+    return _define_group_cpu_communicator()(**kwargs)
+
+
+def _define_group_cpu_communicator() -> Any:
+    """Defines and returns the class GroupCpuCommunicator. Its base needs vLLM, which is imported late."""
     import torch.distributed
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
@@ -93,7 +98,7 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
             with _TimedCollective():
                 return super().gather(input_, dst, dim)
 
-    return GroupCpuCommunicator(**kwargs)
+    return GroupCpuCommunicator
 
 
 def build_cuda_communicator(**kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ class HopSchema:
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "HopSchema":
         """Builds the schema of a hop with these tensors, which have one row for each token."""
         columns, offset = [], 0
-        for name in sorted(tensors):
+        for name in sorted(tensors):  # both sides of the hop need the same order
             row = tensors[name][0]
             size = row.numel() * row.element_size()
             columns.append(
@@ -71,7 +71,7 @@ class HopSchema:
                     num_bytes=size,
                 )
             )
-            offset += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            offset += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES  # rounded up
         return cls(columns=tuple(columns), row_bytes=offset)
 
     def view_columns(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -212,6 +212,17 @@ class PipelineTransport:
         self._wait_until_sent(slot)
         start = time.perf_counter()
         rows = self._rows
+        self._fill(slot, tensor_dict, rows)
+        self._start_send(slot, rows)
+        self._meter.add_transfer("send", time.perf_counter() - start, rows * self._schema.row_bytes)
+        return []
+
+    def _fill(self, slot: _Slot, tensor_dict: Mapping[str, torch.Tensor], rows: int) -> None:
+        """Copies this step's rows to a buffer.
+
+        Raises:
+            RuntimeError: the schema does not have a tensor that the model sends.
+        """
         if unknown := set(tensor_dict) - set(slot.columns):
             raise RuntimeError(
                 f"pipeline hop: the next stage has no buffer for {', '.join(sorted(unknown))}, which this "
@@ -225,6 +236,9 @@ class PipelineTransport:
                 column[:rows].copy_(tensor_dict[name][:rows])
             else:
                 column[:rows].zero_()
+
+    def _start_send(self, slot: _Slot, rows: int) -> None:
+        """Starts to send the rows of a buffer. Does not wait until they are sent."""
         peer = self._group.next_rank
         if self._send_thread is None:  # a CPU rank: the rows are in host memory already
             with Conversation(peer, "a send"):
@@ -236,8 +250,6 @@ class PipelineTransport:
             slot.wait_for_send = self._send_thread.submit(
                 self._send_after_copy, slot, rows, peer, report_copy_time
             ).result
-        self._meter.add_transfer("send", time.perf_counter() - start, rows * self._schema.row_bytes)
-        return []
 
     def _wait_until_sent(self, slot: _Slot) -> None:
         """Waits until the earlier send from this buffer is done, so that the buffer is free."""

@@ -103,7 +103,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     from vllm.entrypoints.launchers.launcher import setup_server
 
     def interrupt(*_: object) -> None:
-        """Ends the server like SIGINT."""
+        """Ends the server as SIGINT does."""
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)

@@ -47,8 +47,26 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
     # graph.
     eager_gpu = engine.eager_gpu or eager_reason(plan) is not None
     eager = engine.eager_cpu if rank.device is Device.CPU else eager_gpu
+    # The supervisor probes twice a second. A user's own value comes later and wins.
+    quiet = ["--disable-access-log-for-endpoints", names.PATH_API_HEALTH]
+    flags = [
+        "--enforce-eager" if eager else "--no-enforce-eager",
+        # The custom all-reduce uses shared memory of one node, which other pods cannot reach.
+        "--disable-custom-all-reduce",
+        *_scheduler_options(plan, rank),
+        *_autotuning_options(plan, rank),
+    ]
+    options = [
+        word for name, value in _planned_values(plan, launch, rank).items() for word in (name, str(value))
+    ]
+    return [*quiet, *engine.extra_args, *options, *flags]
+
+
+def _planned_values(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> dict[str, object]:
+    """Returns the values of options that the plan and the launch set, by option."""
+    engine = plan.engine
     timeout_s = int(launch.startup_timeout_s)
-    values = {
+    return {
         "--model": engine.model,
         "--served-model-name": engine.served_name,
         "--dtype": engine.dtype,
@@ -65,17 +83,6 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
         "--host": addresses.bind_address(launch.leader.host),
         "--port": launch.leader.api_port,
     }
-    # The supervisor probes twice a second. A user's own value comes later and wins.
-    quiet = ["--disable-access-log-for-endpoints", names.PATH_API_HEALTH]
-    flags = [
-        "--enforce-eager" if eager else "--no-enforce-eager",
-        # The custom all-reduce uses shared memory of one node, which other pods cannot reach.
-        "--disable-custom-all-reduce",
-        *_scheduler_options(plan, rank),
-        *_autotuning_options(plan, rank),
-    ]
-    options = [word for name, value in values.items() for word in (name, str(value))]
-    return [*quiet, *engine.extra_args, *options, *flags]
 
 
 def _scheduler_options(plan: Plan, rank: RankAssignment) -> list[str]:

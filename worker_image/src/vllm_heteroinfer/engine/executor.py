@@ -90,31 +90,35 @@ class GroupExecutor(MultiprocExecutor):
         self._store = GroupStore.connect(launch, deadline)
         self._check_settings(plan, deadline)
         for rank in range(self.world_size):
-            what = f'"weights loaded" message from rank {rank}'
-            self._store.get(f"loaded/{rank}", deadline, what=what)
+            awaited = f'"weights loaded" message from rank {rank}'
+            self._store.get(f"loaded/{rank}", deadline, awaited=awaited)
         # Create the queues last, because their shared memory has names until all ranks are connected. If the
         # group ended before that, the names (and the memory) would remain.
+        self._connect_queues(plan, deadline)
+        self.futures_queue: deque[FutureWrapper] = deque()
+
+    def _connect_queues(self, plan: Plan, deadline: Deadline) -> None:
+        """Creates the queue of calls, and connects the queue of replies of each rank."""
         self.rpc_broadcast_mq = MessageQueue(
-            self.world_size,
-            sum(rank.pod == 0 for rank in plan.stage_ranks),
+            self.world_size,  # all readers
+            sum(rank.pod == 0 for rank in plan.stage_ranks),  # readers in this pod, through shared memory
             connect_ip=addresses.own_address(os.environ),
         )
         self._store.put("executor", queues.handle_to_json(self.rpc_broadcast_mq))
         self.response_mqs = []
         for rank in range(self.world_size):
-            text = self._store.get(f"rank/{rank}", deadline, what=f"message queue of rank {rank}")
+            text = self._store.get(f"rank/{rank}", deadline, awaited=f"message queue of rank {rank}")
             self.response_mqs.append(queues.open_queue(text, 0))
-        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="a rank")
+        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, other_end="the ranks")
         for rank, queue in enumerate(self.response_mqs):
-            queues.wait_until_ready(queue, deadline, what=f"rank {rank}")
-        self.futures_queue: deque[FutureWrapper] = deque()
+            queues.wait_until_ready(queue, deadline, other_end=f"rank {rank}")
 
     def _check_settings(self, plan: Plan, deadline: Deadline) -> None:
         """Compares this engine's settings with rank 0's.
 
         Each other rank compares its own settings with rank 0's, too.
         """
-        text = self._store.get("fingerprint/0", deadline, what="settings of rank 0")
+        text = self._store.get("fingerprint/0", deadline, awaited="settings of rank 0")
         engine_settings = fingerprint.of_config(
             self.vllm_config, layer_partition=os.environ.get(names.ENV_LAYER_PARTITION, "")
         )
@@ -197,17 +201,16 @@ class GroupExecutor(MultiprocExecutor):
                 except TimeoutError:
                     countdown.record_nap(nap_s)
                     continue
-                if self._unread_replies[rank]:
+                if self._unread_replies[rank]:  # this is the reply to an earlier call that failed
                     self._unread_replies[rank] -= 1
                     continue
+                missing_ranks.remove(rank)
                 if status is not WorkerProc.ResponseStatus.SUCCESS:
-                    missing_ranks.remove(rank)
                     self._unread_replies.update(missing_ranks)
                     raise RuntimeError(
                         f"rank {rank} failed in {method}: {result}. Read the log of rank {rank}"
                     )
                 replies[rank] = result
-                missing_ranks.remove(rank)
             if missing_ranks and countdown.left_s == 0:
                 self._unread_replies.update(missing_ranks)
                 raise TimeoutError(

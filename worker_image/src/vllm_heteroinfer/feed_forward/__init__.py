@@ -1,9 +1,9 @@
 """Mode FeedForward: a rank with attention lets feed-forward ranks (CPUs) compute experts and MLPs.
 
-For each layer, the asking rank (with attention) writes its rows into a slab of shared memory: an ask. Each
-feed-forward rank has a lane of the slab. It computes its part of the layer and writes an answer; the asking
-rank adds the answers. The code of the two kinds of ranks is in `rank/worker/asking` and
-`rank/answering_rank`.
+For each layer, the asking rank (with attention) writes its rows into a slab, which is shared memory. This
+request is an ask. Each feed-forward rank has a place in the slab, its lane. The rank computes its part of the
+layer and writes an answer into its lane. The asking rank adds the answers. The code of the two kinds of ranks
+is in `rank/worker/asking` and `rank/answering_rank`.
 
 | module | content |
 |---|---|
@@ -16,6 +16,6 @@ rank adds the answers. The code of the two kinds of ranks is in `rank/worker/ask
 | `offered_weights` | where a rank has its weights, for a GPU of its pod that copies them |
 | `shared_exchange` | lets the GPU compute some experts of long batches. Its docstring lists its modules |
 | `lane_judge` | finds the rank that blocks the asking rank |
-| `read_rate` | measures how fast each rank reads memory, to set the ranks' parts |
+| `read_rate` | measures how fast each rank reads memory, to divide layers among the ranks |
 | `held`, `held_experts`, `compute` | the parts that a feed-forward rank has, and how it computes them |
 """

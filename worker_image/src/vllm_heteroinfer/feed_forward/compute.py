@@ -10,14 +10,14 @@ from vllm_heteroinfer.feed_forward.held import LoadedParts
 from vllm_heteroinfer.feed_forward.held_experts import Experts
 
 MAX_VIEWS: Final = 256
-"""Maximum number of rows whose views of the slab are cached."""
+"""Views of the slab are cached for asks of at most this number of rows."""
 
 Compute = Callable[[int], None]
 """Computes a layer for the given number of rows of the current ask."""
 
 
 class AskTensors(Protocol):
-    """Inputs and outputs of asks (requests to compute a layer), in a slab or for a measurement."""
+    """Inputs and outputs of asks (requests to compute a layer): in a slab, or made for a measurement."""
 
     def first_rows(self, rows: int) -> tuple[torch.Tensor, ...]:
         """Returns x, ids, weights and y of the first `rows` rows."""
@@ -26,7 +26,7 @@ class AskTensors(Protocol):
 class AskViews:
     """The slab's tensors, cut to the rows of an ask.
 
-    Caches the views of up to MAX_VIEWS rows, so that short decode steps need not create them again.
+    Caches the views for asks of up to MAX_VIEWS rows, so that decode steps need not create views again.
     """
 
     def __init__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> None:
@@ -51,14 +51,20 @@ class OwnExpertAsks:
     """
 
     def __init__(self, asks: AskTensors, own: Span, rows: int) -> None:
-        """Takes asks with ids of all ranks' experts; `rows` is the length of the longest ask."""
+        """Prepares memory for the ids of the longest ask.
+
+        Args:
+            asks: asks with the ids of all ranks' experts.
+            own: this rank's experts.
+            rows: number of rows of the longest ask.
+        """
         self._asks, self._own = asks, own
         self.ids = torch.empty_like(asks.first_rows(rows)[1])
 
     def first_rows(self, rows: int) -> tuple[torch.Tensor, ...]:
-        """Returns x, ids, weights and y of the first `rows` rows; ids count from this rank's first expert.
+        """Returns x, ids, weights and y of the first `rows` rows.
 
-        Ids of other ranks' experts are below 0.
+        The ids count from this rank's first expert. Ids of other ranks' experts are below 0.
         """
         x, ids, weights, y = self._asks.first_rows(rows)
         # The subtraction makes the ids of earlier ranks' experts negative. The mask sets the ids of later
@@ -68,13 +74,17 @@ class OwnExpertAsks:
 
 
 def build_compute_functions(held: LoadedParts, asks: AskTensors) -> dict[int, Compute]:
-    """Returns for each layer a function that answers an ask (a request for this layer) of some rows."""
+    """Returns for each layer a function that answers an ask for this layer.
+
+    Args:
+        asks: where the functions read the rows of an ask and write its answer.
+    """
 
     def build_compute(part: Experts) -> Compute:
-        """Returns a function that computes the experts `part` of one layer for the rows of an ask."""
+        """Returns a function that computes the experts `part` of one layer for an ask."""
 
         def compute(rows: int) -> None:
-            """Computes the experts for the first `rows` rows of the ask, and writes their sum to its y."""
+            """Computes the experts for the first `rows` rows of `asks`, and writes their sum into y."""
             x, ids, weights, y = asks.first_rows(rows)
             part.compute(y, x, weights, ids)
 

@@ -17,7 +17,7 @@ __device__ u16 to_half(float f) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
   return v;
 }
-// bfloat16 of a float32, rounded to nearest even.
+// bfloat16 of a float32, rounded to nearest even. A NaN stays a NaN, which the rounding could turn into infinity.
 __device__ u16 to_bfloat16(float f) {
   const u32 bits = __float_as_uint(f);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40);

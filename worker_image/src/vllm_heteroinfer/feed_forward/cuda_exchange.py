@@ -1,7 +1,7 @@
 """Sends asks from a GPU's stream with the kernels of kernels.cu. Imports torch.
 
-NVRTC compiles the kernels for the present GPU when a rank starts. It is part of torch's CUDA build, so the
-image needs no compiler.
+NVRTC, NVIDIA's compiler library, compiles the kernels for the present GPU when a rank starts. NVRTC is part
+of torch's CUDA build, so the image needs no compiler.
 """
 
 import ctypes
@@ -19,23 +19,21 @@ from vllm_heteroinfer.feed_forward.slab import Slab
 
 SOURCE: Final = Path(__file__).parent / "kernels.cu"
 HEADER: Final = "conversions.cuh"
-"""File that a source includes, in the source's folder."""
+"""File that CUDA sources include. It is in the folder of the source."""
 THREADS: Final = 256
 """Threads of a block."""
 PART_BYTES: Final = 16
 """Bytes of a row that a thread copies at once."""
 MAX_BLOCKS: Final = 32
-"""Maximum number of blocks of a kernel: enough writes and reads in flight for the link.
-
-The rest of the GPU stays free."""
+"""Maximum number of blocks of a kernel. With this number, enough reads and writes are in flight to use the
+whole link, and the rest of the GPU stays free."""
 LONG_ROWS, LONG_BLOCKS = 512, 128
-"""While experts are copied over the link, an ask of more than LONG_ROWS rows may use LONG_BLOCKS blocks.
-
-The copies compete with the ask for the link. More blocks have more of the ask's bytes in flight."""
+"""While experts are copied over the link, an ask of more than LONG_ROWS rows may use LONG_BLOCKS blocks. With
+more blocks, the ask gets a larger part of the link beside the copies."""
 STATE_WORDS: Final = 4
 """Size of `State` in kernels.cu, in words of 64 bits."""
 HOST_REGISTER_MAPPED: Final = 2
-"""driver_types.h: cudaHostRegisterMapped."""
+"""cudaHostRegisterMapped in CUDA's driver_types.h."""
 
 
 class Params(ctypes.Structure):
@@ -66,7 +64,7 @@ class Params(ctypes.Structure):
 
 
 class CudaError(RuntimeError):
-    """A CUDA call failed. The message has the call and its status."""
+    """A CUDA call failed. The message contains the name of the call and its status."""
 
 
 class Kernels:
@@ -82,7 +80,7 @@ class Kernels:
         self._raise_if_failed(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
         self._module = module
         self._launch = self._driver.cuLaunchKernel
-        # Function; grid (3 sizes), block (3 sizes) and shared memory; stream, arguments and options.
+        # Function; 3 sizes of the grid, 3 sizes of a block, shared memory; stream, arguments, options.
         self._launch.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)
 
     def function(self, name: str) -> ctypes.c_void_p:
@@ -106,7 +104,7 @@ class Kernels:
         self._raise_if_failed(status, "cuLaunchKernel")
 
     def device_address(self, address: int) -> int:
-        """Returns the device address of registered host memory."""
+        """Returns the address at which the device sees host memory of `register_memory`."""
         on_device = ctypes.c_uint64()
         status = self._driver.cuMemHostGetDevicePointer_v2(
             ctypes.byref(on_device), ctypes.c_void_p(address), 0
@@ -135,7 +133,7 @@ def register_memory(memory: torch.Tensor) -> None:
 
 
 def _pointers_to(params: ctypes.Structure) -> Any:
-    """Returns the arguments of a kernel with one parameter, valid while `params` is referenced."""
+    """Returns the arguments of a kernel with the parameter `params`, which must outlive the result."""
     return (ctypes.c_void_p * 1)(ctypes.addressof(params))
 
 
@@ -146,10 +144,10 @@ class CudaExchange:
         """Compiles the kernels, maps the slab for the device, and prepares the kernels' parameters.
 
         Args:
-            limit_s: seconds after which a waiting kernel gives up. Usually the host's `Watch` (exchange.py)
-                finds a late rank earlier. In a frozen pod the GPU's clock continues, but the watch makes no
-                checks. So a kernel gives up only after the watch has also made limit_s / WATCH_INTERVAL_S
-                checks.
+            limit_s: seconds after which a kernel that waits for an answer gives up. Usually the host's
+                `Watch` (exchange.py) finds a late rank earlier. In a frozen pod the GPU's clock continues,
+                but ranks do not run. So a kernel gives up only after the watch has also made as many checks
+                as it makes in `limit_s`.
 
         Raises:
             CudaError: the device cannot map the slab, or NVRTC cannot compile the kernels.
@@ -159,13 +157,14 @@ class CudaExchange:
         with torch.cuda.device(device):
             register_memory(slab.bytes)
             self._kernels = Kernels(device)
-            # Outside the memory pool that vLLM's sleep mode empties: the number of asks must never decrease.
+            # This memory is outside of the pool that vLLM's sleep mode empties, because it has the number of
+            # asks, which must never decrease.
             self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._ask_kernel, self._sum_kernel = (
             self._kernels.function("ff_ask"),
             self._kernels.function("ff_get"),
         )
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._device_index = torch.cuda.current_device() if device.index is None else device.index
         layout = slab.layout
         self._fixed_params = {
             "slab": self._kernels.device_address(slab.address),
@@ -191,7 +190,7 @@ class CudaExchange:
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Sends an ask and returns the answer, which is valid once the stream has done the work so far."""
+        """Sends an ask and returns the answer, which is valid once the stream has received the answer."""
         return self.send(layer, x, ids, weights, padding)()
 
     def send(
@@ -204,9 +203,10 @@ class CudaExchange:
         *,
         beside_copies: bool = False,
     ) -> Callable[[], torch.Tensor]:
-        """Sends an ask. Returns a function that puts the wait for the answer into the stream.
+        """Sends an ask. Returns a function that makes the stream wait for the answer.
 
-        That function returns the answer, which is valid once the stream has done this wait.
+        This function returns the answer, which is valid once the stream has waited. Between the two calls,
+        the stream can compute something else.
 
         Args:
             beside_copies: whether experts are copied over the link to the GPU at the same time. Then a long
@@ -227,9 +227,10 @@ class CudaExchange:
         )
         arguments = _pointers_to(params)
         num_parts = rows * self._fixed_params["row_parts"]  # a thread copies one part at once
+        wanted_blocks = -(-num_parts // THREADS)
         max_blocks = LONG_BLOCKS if beside_copies and rows > LONG_ROWS else MAX_BLOCKS
-        blocks = max(1, min(max_blocks, -(-num_parts // THREADS)))
-        stream = int(torch._C._cuda_getCurrentRawStream(self._index))
+        blocks = max(1, min(max_blocks, wanted_blocks))
+        stream = int(torch._C._cuda_getCurrentRawStream(self._device_index))
         self._kernels.launch(self._ask_kernel, blocks, arguments, stream)
 
         def receive() -> torch.Tensor:
@@ -258,14 +259,14 @@ def compile_source(source: Path, architecture: str) -> bytes:
         ctypes.byref(program), source.read_bytes(), source.name.encode(), 1, header_texts, header_names
     )
     if status:
-        raise CudaError(f"{source.name}: NVRTC cannot read this file (error {status}). Report this")
+        raise CudaError(f"{source.name}: NVRTC cannot read this file (error {status}). Report this error")
     try:
         options = (f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         if status:
             raise CudaError(
                 f"{source.name}: NVRTC cannot compile this file for {architecture} (error {status}: "
-                f"{_compile_log(nvrtc, program)}). Report this, and name the GPU"
+                f"{_compile_log(nvrtc, program)}). Report this error, and name the GPU"
             )
         size = ctypes.c_size_t()
         nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
@@ -299,10 +300,10 @@ def _load_nvrtc() -> Any:
 
 
 def _nvrtc_files() -> Iterator[str]:
-    """Yields files and names under which NVRTC may be found, first in torch's packages.
+    """Yields paths and names of files that may be NVRTC, first the files in torch's packages.
 
     Before this function yields a file of a package, it loads libnvrtc-builtins from the same folder, because
-    NVRTC itself does not look for the library there.
+    NVRTC itself does not search this folder.
     """
     for folder in sys.path:
         for file in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1*")):

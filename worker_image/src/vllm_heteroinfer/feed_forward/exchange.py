@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_heteroinfer.group.rendezvous import GroupStore
 
 PROBE_LAYER: Final = 0xFFFF_FFFE
-"""Layer number of the ask at start, which each feed-forward rank answers with its input."""
+"""Layer number of the first ask, a test: each feed-forward rank answers it with the rows of the ask."""
 SPIN_NS: Final = 100_000
 """Time that an asking CPU rank spins before it sleeps until the answer."""
 STALL_BASE_S: Final = 1.5
@@ -53,8 +53,8 @@ class LaneReady:
     """Report of a feed-forward rank that is ready to answer.
 
     Attributes:
-        nonce: nonce that the rank wrote into the slab, in hex; "" if the rank reports for another pod, which
-            does not map the asking rank's slab.
+        nonce: number in hex that the rank wrote into the asking rank's slab, as a proof that it maps this
+            memory; "" for a rank of another pod, which does not map it.
         ask_s: seconds for one row in the rank's slowest layer.
         row_s: seconds per row in the rank's largest warm-up batch, in its first layer.
         host: address at which the rank waits for the asking rank's connection; "" except for the first
@@ -78,12 +78,12 @@ def open_slab(
 ) -> tuple[Slab, tuple[LaneReady, ...]]:
     """Creates a slab, and waits until every rank behind a lane is ready.
 
-    The ranks of this pod have then mapped the slab.
+    Ranks of this pod are ready only after they have mapped the slab.
 
     Args:
-        asking: the rank that creates the slab. A feed-forward rank that creates a slab for its own pod is
-            also the first of the lanes.
-        lanes: rank of each lane; for another pod, its first rank.
+        asking: the rank that creates the slab: the asking rank, or the first feed-forward rank of another
+            pod, for its own pod. Such a feed-forward rank is also the first of `lanes`.
+        lanes: rank of each lane; for another pod, the pod's first feed-forward rank.
 
     Returns:
         The slab, and the reports of all lanes except the asking rank's own.
@@ -99,7 +99,7 @@ def open_slab(
         if rank == asking:
             continue
         awaited = f"message from feed-forward rank {rank.rank} that it is ready"
-        text = store.get(lane_key(rank.rank), deadline, what=awaited, rank=rank.rank)
+        text = store.get(lane_key(rank.rank), deadline, awaited=awaited, rank=rank.rank)
         report = codec.from_json(LaneReady, text)
         ready.append(report)
         if rank.pod == asking.pod and slab.read_lane(lane).nonce.hex() != report.nonce:
@@ -118,7 +118,7 @@ def stall_limit_s(ready: Sequence[LaneReady], rows: int) -> float:
 
 
 def no_description(lane: int) -> str:
-    """Describes nothing: returns "". Used as `describe_ask` if all lanes are in this pod."""
+    """Returns "". It is the `describe_ask` of a rank whose lanes are all in its own pod."""
     del lane
     return ""
 
@@ -133,7 +133,13 @@ class HostExchange:
         ready: Sequence[LaneReady],
         describe_ask: Callable[[int], str] = no_description,
     ) -> None:
-        """Takes the slab for the asks, the rank of each lane, and the lanes' reports (`ready`)."""
+        """Prepares asks through `slab`.
+
+        Args:
+            lanes: rank of each lane.
+            ready: report of each lane's rank.
+            describe_ask: describes, for a lane of another pod, how far the last ask got.
+        """
         self.slab = slab
         self._lanes, self._ready, self._describe_ask = lanes, ready, describe_ask
         self._exchange = slab_library.load().heteroinfer_ff_exchange
@@ -176,9 +182,10 @@ class HostExchange:
         return out
 
     def _raise_error(self, result: int, layer: int, rows: int, limit_s: float) -> None:
-        """Raises the error for a `result` of the library other than 0.
+        """Raises the error for a failed ask.
 
-        The result is 1 + the lane of a rank that is late, or -1 - the lane of a rank that failed.
+        Args:
+            result: 1 + lane of a rank that is late, -1 - lane of a rank that failed, or WAS_STOPPED.
         """
         if result == slab_library.WAS_STOPPED:
             raise RuntimeError("feed-forward ask: not answered, because the group is ending")
@@ -194,7 +201,7 @@ def build_late_error(rank: int, layer: int, rows: int, late_s: float, note: str 
     """Returns the error for a feed-forward rank that sent no answer within `late_s` seconds.
 
     Args:
-        note: for a rank of another pod, " (how far the ask to this rank got)".
+        note: for a rank of another pod, how far the ask to this rank got, in parentheses; otherwise "".
     """
     return LaneError(
         rank,
@@ -226,13 +233,16 @@ def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
 
 
 def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
-    """Sends a test pattern to `ranks` ranks, and checks that each rank returned the pattern.
+    """Sends a test pattern to all lanes, and checks that each rank behind the lanes returned the pattern.
+
+    The answer is the sum of all returned patterns, so it must be the pattern times the number of ranks.
 
     Raises:
         RuntimeError: the sum of the answers is wrong.
     """
     rows = min(shape.max_rows, 64)
-    pattern = torch.arange(rows * shape.hidden) % 7 + 1  # small, so the sum of MAX_LANES is exact in bfloat16
+    # Small numbers, so that the sum of MAX_LANES patterns is exact in bfloat16.
+    pattern = torch.arange(rows * shape.hidden) % 7 + 1
     x = pattern.view(rows, shape.hidden).to(getattr(torch, shape.dtype)).to(device)
     ids = weights = None
     if shape.topk:
@@ -248,9 +258,10 @@ def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
 
 
 class Watch:
-    """A thread that finds a lane without an answer while no host thread waits for answers.
+    """A thread that finds the lane whose answer a GPU misses.
 
-    A GPU waits for answers by itself, so no host thread would notice a feed-forward rank that hangs.
+    The GPU itself waits for answers, so without this thread no host thread would notice a feed-forward rank
+    that hangs.
     """
 
     def __init__(
@@ -261,7 +272,11 @@ class Watch:
         fail: Callable[[BaseException], Any],
         describe_ask: Callable[[int], str] = no_description,
     ) -> None:
-        """Starts the thread; `fail` gets the error that ends this rank, and does not return."""
+        """Starts the thread.
+
+        Args:
+            fail: ends this rank with an error; does not return.
+        """
         self._slab, self._lanes, self._ready, self._fail = slab, lanes, ready, fail
         self._describe_ask = describe_ask
         self._ended = threading.Event()
@@ -287,7 +302,7 @@ class Watch:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        """Judges the lanes every WATCH_INTERVAL_S, until a verdict or until the watch is closed."""
+        """Judges the lanes every WATCH_INTERVAL_S seconds. Ends this rank at a verdict."""
         lane_judge = LaneJudge(WATCH_INTERVAL_S, time.monotonic())
         while not self._ended.wait(WATCH_INTERVAL_S):
             self._slab.add_check()  # a waiting GPU kernel gives up only if this count grew
@@ -299,11 +314,11 @@ class Watch:
     def _observe_lanes(self) -> SlabState:
         """Reads the slab's control words for the judge."""
         slab = self._slab
-        asked, gave_up = slab.asked, slab.device_gave_up
+        last_ask, gave_up = slab.asked, slab.device_gave_up
         views = [slab.read_lane(lane) for lane in range(len(self._lanes))]
         return SlabState(
-            asked=asked,
-            answered=tuple(view.answered for view in views),
+            last_ask=last_ask,
+            last_answers=tuple(view.answered for view in views),
             failed=tuple(view.status != 0 for view in views),
             limit_s=stall_limit_s(self._ready, slab.asked_rows),
             gave_up=gave_up,

@@ -1,8 +1,8 @@
 """Turns parameters of vLLM's expert methods into weights of our kernels. Imports torch, not vLLM.
 
 An expert has gates and ups (vLLM names both together w13) and a projection back to the hidden size (w2).
-vLLM's methods name their parameters by format. All methods put gates before ups in `w13_*`, or let both
-alternate. A format is recognized by the names, types and shapes of the parameters.
+vLLM has a method for each format, which creates the parameters. In `w13_*`, gates come before ups, or gates
+and ups alternate. A format is recognized by the names, types and shapes of the parameters.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ _COLUMN_SCALES: Final = {
     torch.float16: Scale.COLUMN_F16,
 }
 _SIGNS: Final = 0x88
-"""XOR with it turns the two 4-bit codes of a byte from offset binary into two's complement, and back."""
+"""XOR with this byte subtracts 8 from two 4-bit codes: 0 to 15 become -8 to 7 in two's complement."""
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which of an int32's eight 4-bit codes belongs to each of its eight columns, in AWQ."""
+"""In AWQ, an int32 has the 4-bit codes of eight columns. The place of each column's code in the int32."""
 _BLOCK: Final = 128
 """Columns and inputs of a block of FP8 weights."""
 _NIBBLES: Final = 8
@@ -40,6 +40,7 @@ class ExpertShape:
     Attributes:
         own: this rank's intermediate columns.
         padded: number of intermediate columns in vLLM's parameters, including padding.
+        gated: whether the experts have gates. Without gates, w13 has only ups.
         alternate: whether gate and up columns alternate in w13.
     """
 
@@ -51,7 +52,11 @@ class ExpertShape:
 
 
 class ExpertWeights:
-    """Reads this rank's part of a layer's experts, in the format that the layer's parameters show."""
+    """Reads this rank's part of a layer's experts. Recognizes the format by the layer's parameters.
+
+    Attributes:
+        name: name of the format.
+    """
 
     def __init__(self, reader: LayerReader, shape: ExpertShape) -> None:
         """Recognizes the format; raises ContractError if no kernel computes it."""
@@ -65,25 +70,32 @@ class ExpertWeights:
         return dtype if dtype in {torch.bfloat16, torch.float16, torch.float32} else None
 
     def read_coded(self, expert: int, *, w13: bool) -> Coded:
-        """Returns this rank's columns of w13 (gates, then ups) or its inputs of w2, for the kernels."""
+        """Returns this rank's part of w13 or w2, with codes and scales as the kernels need them.
+
+        The rank has columns of w13 (gates, then ups), or inputs of w2.
+        """
         return self._read(expert, w13)
 
     def read_floats(self, expert: int, *, w13: bool) -> torch.Tensor:
-        """Returns this rank's part of a weight of floats, [columns, inputs], without its scales."""
+        """Returns this rank's part of w13 or w2 in bf16, float16, float32 or FP8, without scales.
+
+        The shape is [columns, inputs].
+        """
         return self._read_columns("w13_weight", expert) if w13 else self._read_inputs("w2_weight", expert)
 
     def read_bias(self, expert: int, *, w13: bool) -> torch.Tensor | None:
         """Returns this rank's bias of w13 or of w2, or None for experts without a bias.
 
-        Only one rank adds the bias of w2; the others get zeros.
+        Only one rank adds the bias of w2. The other ranks get zeros, because the asking rank adds the answers
+        of all ranks.
         """
         name = "w13_bias" if w13 else "w2_bias"
         if not self._reader.has(name):
             return None
         if w13:
             return self._read_columns(name, expert)
-        whole = self._reader.read(name, expert, (0, self._shape.hidden))
-        return whole if self._shape.own.adds_bias else torch.zeros_like(whole)
+        bias = self._reader.read(name, expert, (0, self._shape.hidden))
+        return bias if self._shape.own.adds_bias else torch.zeros_like(bias)
 
     # Regions of parameters
 
@@ -97,25 +109,22 @@ class ExpertWeights:
         shape, own = self._shape, self._shape.own
 
         def read(first: int, end: int) -> torch.Tensor:
-            """Reads the parameter's elements for columns [first, end)."""
+            """Reads the parameter's elements for the columns `first` to `end - 1`."""
             ranges: list[Range | None] = [None, None]
             ranges[dim] = (first // per_element, -(-end // per_element))
-            # A bias has one dimension only.
-            return self._reader.read(name, expert, *ranges[: len(self._reader.shape(name))])
+            num_dims = len(self._reader.shape(name))  # 2, but 1 for a bias
+            return self._reader.read(name, expert, *ranges[:num_dims])
 
         if not shape.gated:
             return read(own.first, own.end)
         if shape.alternate:
-            if per_element > 1:
-                raise ContractError(
-                    f"{name}: gate and up columns alternate, so each column must have an element of its own "
-                    f"(got {per_element} columns per element). Use another checkpoint of the model, or GPU "
-                    "roles only"
-                )
+            _check_alternating(name, per_element)
             alternating = read(2 * own.first, 2 * own.end)
             index = torch.arange(alternating.shape[dim])
-            return alternating.index_select(dim, torch.cat((index[0::2], index[1::2])))
-        first_up = -(-shape.padded // per_element) * per_element  # the ups begin with an element of their own
+            gates_then_ups = torch.cat((index[0::2], index[1::2]))
+            return alternating.index_select(dim, gates_then_ups)
+        # The ups begin with an element of their own, even if the last element of the gates is not full.
+        first_up = -(-shape.padded // per_element) * per_element
         gates, ups = read(own.first, own.end), read(first_up + own.first, first_up + own.end)
         return torch.cat((gates, ups), dim)
 
@@ -134,13 +143,19 @@ class ExpertWeights:
     def _read_columns_and_inputs(
         self, suffix: str, expert: int, w13: bool, per_column: int = 1, per_input: int = 1
     ) -> torch.Tensor:
-        """Reads a parameter [columns, inputs] of w13 or w2."""
+        """Reads this rank's columns of a parameter of w13, or its inputs of a parameter of w2.
+
+        Args:
+            suffix: name of the parameter after `w13_` or `w2_`. Its shape is [columns, inputs].
+            per_column: number of columns in one element of the parameter.
+            per_input: number of inputs in one element of the parameter.
+        """
         if w13:
             return self._read_columns(f"w13_{suffix}", expert, dim=0, per_element=per_column)
         return self._read_inputs(f"w2_{suffix}", expert, dim=1, per_element=per_input)
 
     def _columns_and_inputs(self, w13: bool) -> tuple[int, int]:
-        """Returns columns and inputs of w13 or w2."""
+        """Returns the number of columns and of inputs of this rank's w13 or w2."""
         shape = self._shape
         columns = shape.own.count * (2 if shape.gated else 1)
         return (columns, shape.hidden) if w13 else (shape.hidden, shape.own.count)
@@ -148,7 +163,7 @@ class ExpertWeights:
     def _build_coded(
         self, form: Format, w13: bool, codes: torch.Tensor, **tensors: torch.Tensor | None
     ) -> Coded:
-        """Returns the weight with these codes, and this rank's size of w13 or w2.
+        """Returns this rank's w13 or w2 with these codes.
 
         Args:
             **tensors: scales, zero points and factors, as in `Coded`.
@@ -164,7 +179,7 @@ class ExpertWeights:
 
     def _recognize(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Returns the method that reads this layer's format, and the format's name."""
-        # Each format has one of these parameters, with its codes. int32 words hold several codes.
+        # Each format has exactly one of these parameters, which contains the codes.
         dtype = (
             self._find_dtype("w13_weight")
             or self._find_dtype("w13_weight_packed")
@@ -172,13 +187,12 @@ class ExpertWeights:
         )
         if dtype in _FLOATS or dtype == torch.float32:
             return self._read_unquantized, str(dtype).removeprefix("torch.")
+        is_compressed_tensors = self._find_dtype("w13_weight_packed") is not None
         recognize = {
             _FP8: self._recognize_fp8,
             torch.int8: self._recognize_int8,
             torch.uint8: self._recognize_fp4,
-            torch.int32: self._recognize_packed
-            if self._find_dtype("w13_weight_packed")
-            else self._recognize_awq_or_gptq,
+            torch.int32: self._recognize_packed if is_compressed_tensors else self._recognize_awq_or_gptq,
         }
         if dtype not in recognize:
             raise self._build_refusal()
@@ -223,7 +237,7 @@ class ExpertWeights:
 
     @property
     def _block_scale_suffix(self) -> str:
-        """The name of the parameter with the scales of FP8 blocks, after `w13_` or `w2_`."""
+        """Name of the parameter with the scales of FP8 blocks, without `w13_` or `w2_`."""
         return "weight_scale_inv" if self._find_dtype("w13_weight_scale_inv") else "weight_scale"
 
     @property
@@ -254,8 +268,8 @@ class ExpertWeights:
         """
         scales = self.block_scales(expert, w13=w13).repeat_interleave(_BLOCK // SHARED_COLUMNS, 0)
         columns, _ = self._columns_and_inputs(w13)
-        # This rank's columns may end inside of a block. Then the last repeated scales belong to columns of
-        # another rank, and are cut off. If w13 has gates and ups, each half of the scales is cut.
+        # This rank's columns may end inside of a block. Then the last repeated scales belong to another
+        # rank's columns, and are cut off. If w13 has gates and ups, both halves of the scales are cut.
         if w13 and self._shape.gated:
             first_up, scales_per_half = len(scales) // 2, -(-columns // (2 * SHARED_COLUMNS))
             scales = torch.cat((scales[:scales_per_half], scales[first_up : first_up + scales_per_half]))
@@ -277,7 +291,7 @@ class ExpertWeights:
         return self._reader.read("w2_weight_scale", expert).contiguous()
 
     def _read_fp8_tensor(self, expert: int, w13: bool) -> Coded:
-        """Reads FP8 with one scale for w2, and one or two (one for each half) for w13.
+        """Reads FP8 with one scale for w2, and one scale for w13 or one each for gates and ups.
 
         The kernels need a scale for each column, so each scale is repeated.
         """
@@ -291,7 +305,7 @@ class ExpertWeights:
         )
 
     def _read_mxfp8(self, expert: int, w13: bool) -> Coded:
-        """Reads FP8 with a power of two as the scale of 32 inputs."""
+        """Reads MXFP8: FP8 with an E8M0 scale (a power of two) for each 32 inputs of a column."""
         form = Format(code=Code.FP8, scale=Scale.COLUMN_E8M0, group=32)
         scales = self._read_columns_and_inputs(
             "weight_scale", expert, w13, per_column=1, per_input=32
@@ -317,7 +331,7 @@ class ExpertWeights:
     def _recognize_fp4(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes MXFP4 and NVFP4 by the type and the number of their scales."""
         scale = self._find_dtype("w13_weight_scale")
-        # A method may pad the inputs, so there may be more groups than the hidden size needs.
+        # vLLM's method may pad the inputs, so there may be more groups than the hidden size needs.
         groups = self._reader.shape("w13_weight_scale")[-1] if scale else 0
         if scale == torch.uint8 and groups * 32 >= self._shape.hidden:
             return self._read_mxfp4, "MXFP4"
@@ -333,9 +347,9 @@ class ExpertWeights:
         return _with_contiguous_rows(codes[:columns, : inputs // 2])
 
     def _read_mxfp4(self, expert: int, w13: bool) -> Coded:
-        """Reads MXFP4: 4-bit floats, and an E8M0 scale (a power of two) for each 32 inputs of a column.
+        """Reads MXFP4: 4-bit floats with an E8M0 scale (a power of two) for each 32 inputs.
 
-        Cuts the padding off both (extra columns and inputs).
+        Cuts off the padding of codes and scales (extra columns and inputs).
         """
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=32)
         columns, inputs = self._columns_and_inputs(w13)
@@ -345,20 +359,21 @@ class ExpertWeights:
         return self._build_coded(form, w13, self._read_fp4_codes(expert, w13), scales=scales)
 
     def _read_nvfp4(self, expert: int, w13: bool) -> Coded:
-        """Reads NVFP4: 4-bit floats, an E4M3 scale (FP8) for each 16 inputs of a column, and float32 factors.
+        """Reads NVFP4: 4-bit floats with E4M3 scales (FP8) and float32 factors.
 
-        w2 has one factor. w13 has one factor, or one for each half. compressed-tensors stores the divisor
-        (`_global_scale`), ModelOpt the factor (`_scale_2`). The kernels need a factor for each column.
+        Each 16 inputs of a column have a scale, which is multiplied by a factor.
+        w2 has one factor. w13 has one factor, or one each for gates and ups. The kernels need a factor for
+        each column, so each factor is repeated. ModelOpt stores the factors (`_scale_2`), but
+        compressed-tensors stores their inverses (`_global_scale`).
         """
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E4M3, group=16)
         columns, _ = self._columns_and_inputs(w13)
         part = "w13" if w13 else "w2"
-        divides = self._find_dtype("w13_weight_global_scale") is not None
-        name = f"{part}_weight_global_scale" if divides else f"{part}_weight_scale_2"
-        checkpoint_factors = self._reader.read(name, expert).float().view(-1)
-        factors = (1 / checkpoint_factors if divides else checkpoint_factors).repeat_interleave(
-            columns // checkpoint_factors.numel()
-        )
+        has_inverses = self._find_dtype("w13_weight_global_scale") is not None
+        name = f"{part}_weight_global_scale" if has_inverses else f"{part}_weight_scale_2"
+        stored_factors = self._reader.read(name, expert).float().view(-1)
+        part_factors = 1 / stored_factors if has_inverses else stored_factors
+        factors = part_factors.repeat_interleave(columns // part_factors.numel())
         scales = (
             self._read_columns_and_inputs("weight_scale", expert, w13, per_column=1, per_input=16)
             .contiguous()
@@ -368,9 +383,9 @@ class ExpertWeights:
         return self._build_coded(form, w13, codes, scales=scales, factors=factors.contiguous())
 
     def _recognize_packed(self) -> tuple[Callable[[int, bool], Coded], str]:
-        """Recognizes compressed-tensors' format: int32 words with codes of one column."""
+        """Recognizes compressed-tensors' int4: each int32 word has 8 codes of one column."""
         words_per_column = self._reader.shape("w13_weight_packed")[1]
-        # With g_idx, the checkpoint orders its inputs by their activations, which no kernel supports.
+        # A checkpoint with g_idx orders its inputs by their activations. No kernel supports this.
         has_input_order = self._reader.has("w13_weight_g_idx")
         if words_per_column * _NIBBLES != self._shape.hidden or has_input_order:
             raise self._build_refusal()
@@ -413,18 +428,22 @@ class ExpertWeights:
         return (unpacked.to(torch.int8) - 8).contiguous()
 
     def _inputs_per_scale(self, scales: int, w13: bool, *, has_zeros: bool = False) -> int:
-        """Returns the number of inputs that share a scale; 0 if all inputs do and there are no zero points.
+        """Returns the number of inputs that share a scale; 0 if all inputs share one scale.
 
-        The kernels subtract zero points from groups only, so with zero points all inputs are one group.
+        With zero points, never returns 0, because the kernels subtract zero points from groups only.
 
         Args:
-            scales: number of scales of a column in the parameter, which has the inputs of all ranks.
+            scales: number of scales of a column, for the inputs of all ranks.
         """
         inputs = self._shape.hidden if w13 else self._shape.own.total
         return 0 if scales == 1 and not has_zeros else inputs // scales
 
     def _read_group_scales(self, suffix: str, expert: int, w13: bool, group: int) -> torch.Tensor:
-        """Reads the scales of groups of inputs, [columns, groups]."""
+        """Reads the scales of groups of inputs, [columns, groups].
+
+        Args:
+            group: inputs of a group; 0 if all inputs are one group.
+        """
         if w13:
             return self._read_columns(f"w13_{suffix}", expert).contiguous()
         if not group:
@@ -433,10 +452,10 @@ class ExpertWeights:
 
     def _recognize_awq_or_gptq(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes AWQ (codes packed along the columns) and GPTQ (packed along the inputs)."""
-        words, hidden = self._reader.shape("w13_qweight")[0], self._shape.hidden  # along the inputs
-        if words == hidden:
+        words_along_inputs, hidden = self._reader.shape("w13_qweight")[0], self._shape.hidden
+        if words_along_inputs == hidden:
             return self._read_awq, "int4 (AWQ)"
-        if words * _NIBBLES == hidden:
+        if words_along_inputs * _NIBBLES == hidden:
             return self._read_gptq, "int4 (GPTQ)"
         raise self._build_refusal()
 
@@ -446,6 +465,7 @@ class ExpertWeights:
         """Reads a parameter [groups, columns / per_element] of AWQ or GPTQ.
 
         Args:
+            suffix: name of the parameter after `w13_` or `w2_`.
             group: inputs of a group; 0 if all inputs are one group.
             per_element: number of columns in one element of the parameter.
         """
@@ -489,7 +509,8 @@ class ExpertWeights:
         if self._reader.has(f"{part}_g_idx"):
             groups = self._reader.read(f"{part}_g_idx", expert)  # the group of each input
             if group and not torch.equal(groups, torch.arange(len(groups), dtype=groups.dtype) // group):
-                raise self._build_refusal()  # the checkpoint orders its inputs by their activations
+                # The groups do not ascend, because the checkpoint orders its inputs by their activations.
+                raise self._build_refusal()
         packed = (
             self._read_columns("w13_qweight", expert, dim=1)
             if w13
@@ -502,6 +523,16 @@ class ExpertWeights:
         return self._build_coded(form, w13, codes, scales=scales)
 
 
+def _check_alternating(name: str, columns_per_element: int) -> None:
+    """Raises ContractError if gate and up columns alternate, but share elements of a parameter."""
+    if columns_per_element > 1:
+        raise ContractError(
+            f"{name}: gate and up columns alternate, so each column must have an element of its own (got "
+            f"{columns_per_element} columns per element). Use another checkpoint of the model, or GPU roles "
+            "only"
+        )
+
+
 def _with_contiguous_rows(weight: torch.Tensor) -> torch.Tensor:
     """Returns the weight itself if its rows are contiguous, otherwise a copy."""
     return weight if weight.stride(-1) == 1 else weight.contiguous()
@@ -511,7 +542,7 @@ def _unpack_nibbles(packed: torch.Tensor, order: tuple[int, ...] = tuple(range(_
     """Unpacks codes of 4 bits: int32 [rows, n] to uint8 [rows, 8 n].
 
     Args:
-        order: place of each of the 8 codes in an int32.
+        order: place of each of the 8 codes in its int32; place 0 has the lowest 4 bits.
     """
     shifts = torch.tensor([4 * place for place in order], dtype=torch.int32)
     codes = (packed.contiguous().unsqueeze(-1) >> shifts) & 0xF

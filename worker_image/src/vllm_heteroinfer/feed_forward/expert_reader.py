@@ -13,20 +13,20 @@ from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
 from vllm_heteroinfer.feed_forward.recipe import VALUES, ExpertParameter, LayerRecipe, Piece, Recipe
 
 DUMMY_BLOCK: Final = 1 << 20
-"""Dummy weights (`--load-format dummy`) repeat after this number of elements."""
+"""Dummy weights (vLLM's `--load-format dummy`) repeat after this number of elements."""
 DUMMY_SPREAD: Final = 1e-3
-"""Dummy weights are between minus this number and this number."""
+"""Largest size of dummy weights, which are positive and negative."""
 Range = tuple[int, int]
 """The first index of a range, and the index after its last."""
 
 
 class _Region(NamedTuple):
-    """A region of one expert's parameter, inside a piece.
+    """A region of one expert's parameter, inside a piece of the recipe.
 
     Attributes:
-        piece: begins at this expert (dimension 0).
-        start: first index in each other dimension.
-        size: number of elements in each other dimension.
+        piece: the piece, which begins at this expert (dimension 0 counts experts).
+        start: first index of the region in each other dimension.
+        size: number of elements of the region in each other dimension.
     """
 
     piece: Piece
@@ -72,9 +72,10 @@ class LayerReader:
     """
 
     def __init__(self, mapped: MappedFiles, layer: LayerRecipe, *, dummy: bool) -> None:
-        """Sorts the pieces of each parameter by expert.
+        """Lists the pieces of each parameter by expert.
 
-        With `dummy`, the reader returns random numbers instead of reading files.
+        Args:
+            dummy: whether to return random numbers instead of reading files.
         """
         self._mapped, self.recipe, self._dummy = mapped, layer, dummy
         self._pieces: dict[str, list[list[Piece]]] = {}
@@ -117,7 +118,7 @@ class LayerReader:
             return _random_weights(size, dtype)
         intersections = [_intersection(piece, expert, wanted) for piece in self._pieces[name][expert]]
         regions = [region for region in intersections if region is not None]
-        if len(regions) == 1 and regions[0].size == size:  # one piece has all elements: no copy
+        if len(regions) == 1 and regions[0].size == size:  # one piece has all elements, so no copy is needed
             piece_values = self._view(regions[0])
             self.read_bytes += piece_values.nbytes
             return piece_values if piece_values.dtype == dtype else piece_values.to(dtype)
@@ -133,25 +134,32 @@ class LayerReader:
 
     def _view(self, region: _Region) -> torch.Tensor:
         """Returns a view of a region of one expert, in the mapped file or in the recipe's own values."""
-        piece, start, count = region
+        piece, start, size = region
         dtype: torch.dtype = getattr(torch, piece.dtype)
         if piece.file == VALUES:
-            # The piece of a region has the values of one expert (`_select_values`).
+            # `_intersection` has cut the piece to the values of one expert.
             all_values = torch.frombuffer(bytearray.fromhex(piece.values), dtype=dtype).view(piece.size)
             view = all_values.select(0, 0)
-            for dim, (first, length) in enumerate(zip(start, count, strict=True)):
+            for dim, (first, length) in enumerate(zip(start, size, strict=True)):
                 view = view.narrow(dim, first - piece.start[1 + dim], length)
             return view
+        # Elements of the file between the beginning of the piece and the beginning of the region.
         skipped_elements = sum(
             (first - begin) * stride
             for first, begin, stride in zip(start, piece.start[1:], piece.strides[1:], strict=True)
         )
         offset = piece.offset + dtype.itemsize * skipped_elements
-        return self._mapped.files[piece.file].view(offset, dtype, count, piece.strides[1:])
+        return self._mapped.files[piece.file].view(offset, dtype, size, piece.strides[1:])
 
 
 def _intersection(piece: Piece, expert: int, ranges: Sequence[Range]) -> _Region | None:
-    """Returns the region of an expert that is inside both the piece and the ranges; None if there is none."""
+    """Returns the region of an expert that is inside both the piece and the ranges.
+
+    Returns None if there is no such region.
+
+    Args:
+        ranges: range of indices for each dimension except dimension 0, which counts experts.
+    """
     start, size = [], []
     for (first, end), begin, length in zip(ranges, piece.start[1:], piece.size[1:], strict=True):
         low, high = max(first, begin), min(end, begin + length)
@@ -170,7 +178,11 @@ def _intersection(piece: Piece, expert: int, ranges: Sequence[Range]) -> _Region
 
 
 def _select_values(piece: Piece, expert: int) -> Piece:
-    """Returns a piece with the values of one expert only. `expert` counts from the piece's first expert."""
+    """Returns a piece with the values of one expert only.
+
+    Args:
+        expert: number of the expert, counted from the piece's first expert.
+    """
     digits_per_expert = 2 * math.prod(piece.size[1:]) * getattr(torch, piece.dtype).itemsize
     values = piece.values[expert * digits_per_expert : (expert + 1) * digits_per_expert]
     return replace(piece, size=(1, *piece.size[1:]), values=values)
@@ -179,13 +191,14 @@ def _select_values(piece: Piece, expert: int) -> Piece:
 def _random_weights(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns small random numbers; zeros for integers.
 
-    The numbers repeat after DUMMY_BLOCK elements, because it takes minutes to draw 30 GB.
+    The numbers repeat after DUMMY_BLOCK elements, because drawing 30 GB of random numbers takes minutes.
     """
     if not dtype.is_floating_point:
         return torch.zeros(tuple(size), dtype=dtype)
     total = math.prod(size)
     block = (torch.rand(min(DUMMY_BLOCK, total)) * 2 - 1) * DUMMY_SPREAD
-    return block.to(dtype).repeat(-(-total // block.numel()))[:total].view(tuple(size))
+    repeats = -(-total // block.numel())
+    return block.to(dtype).repeat(repeats)[:total].view(tuple(size))
 
 
 def describe(parameter: ExpertParameter) -> str:

@@ -65,6 +65,15 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         """Maps the file and checks its header; raises ContractError if the file is not whole."""
         self.path = path
+        self._map()
+        header = self._read_header()
+        self.digest = hashlib.sha256(header).hexdigest()
+        self._entries = self._parse_header(header)
+        self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+
+    def _map(self) -> None:
+        """Maps the file. Notes its identity, so that `check_unchanged` can find a change."""
+        path = self.path
         try:
             with path.open("rb") as file:
                 self._identity = _identity_of(os.fstat(file.fileno()))
@@ -76,12 +85,19 @@ class MappedFile:
                 "the file, or download the model again"
             ) from error
         self.num_bytes = len(self._memory)
+
+    def _read_header(self) -> bytes:
+        """Returns the bytes of the header, and sets where the data after the header begin."""
         length = int.from_bytes(self._memory[:_HEADER_LENGTH], "little")
         self._data_start = _HEADER_LENGTH + length
         if not 0 < length <= min(MAX_HEADER_BYTES, self.num_bytes - _HEADER_LENGTH):
-            raise self._invalid(f"its header of {length} bytes does not fit into {self.num_bytes} bytes")
-        header = self._memory[_HEADER_LENGTH : self._data_start]
-        self.digest = hashlib.sha256(header).hexdigest()
+            raise self._invalid(
+                f"the header's length must fit the file's {self.num_bytes} bytes (got {length} bytes)"
+            )
+        return self._memory[_HEADER_LENGTH : self._data_start]
+
+    def _parse_header(self, header: bytes) -> list[_HeaderEntry]:
+        """Returns the tensors that the header lists, in the order of their bytes."""
         try:
             parsed_header = json.loads(header)
             entries = [
@@ -89,12 +105,11 @@ class MappedFile:
                 for name, entry in parsed_header.items()
                 if name != "__metadata__"
             ]
-            self._entries = sorted(entries, key=lambda entry: entry.start)
-        except ContractError:  # a ValueError, too: the next branch would hide its message
+        except ContractError:  # ContractError is a ValueError, so the next branch would hide its message
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise self._invalid(f"its header is damaged ({type(error).__name__}: {error})") from error
-        self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+            raise self._invalid(f"the header is damaged ({type(error).__name__}: {error})") from error
+        return sorted(entries, key=lambda entry: entry.start)
 
     def _parse_entry(self, name: str, entry: Any) -> _HeaderEntry:
         """Reads the header's entry of a tensor, and checks that the file has the tensor's bytes."""
@@ -137,7 +152,7 @@ class MappedFile:
             )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor in the order of the file."""
+        """Yields the name of each tensor, and the tensor, in the order of the file."""
         for name, start, dtype, shape in self._entries:
             yield name, self.view(start, dtype, shape, contiguous_strides(shape))
 
@@ -148,7 +163,7 @@ class MappedFile:
 
         Args:
             offset: byte of the file at which the first element begins.
-            strides: in elements.
+            strides: distance of neighbours in each dimension, in elements.
         """
         if not math.prod(shape):
             return torch.empty(tuple(shape), dtype=dtype)
@@ -158,7 +173,7 @@ class MappedFile:
 
 
 class MappedFiles:
-    """The mapped files. `find` returns the file whose memory a tensor shares."""
+    """All mapped files. Finds the file whose memory a tensor shares."""
 
     def __init__(self) -> None:
         self.files: list[MappedFile] = []
@@ -175,7 +190,10 @@ class MappedFiles:
         return file
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Returns a tensor's file number and its first byte in the file; None if no file has it."""
+        """Returns the number of a tensor's file, and the tensor's first byte in the file.
+
+        Returns None if the tensor shares no memory with a file.
+        """
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()
@@ -191,7 +209,7 @@ class MappedFiles:
 
 
 def _identity_of(status: os.stat_result) -> tuple[int, ...]:
-    """Returns numbers that differ after the file is replaced or written to."""
+    """Returns numbers that identify a file's content: they change if the file is replaced or written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankExperts:
-    """The experts of a layer that a rank has, with all columns or some.
+    """The experts of a layer that a rank has, each with all columns or with some columns.
 
     Attributes:
         memory: the rank's memory, mapped by this process.
@@ -64,8 +64,8 @@ class Load:
     def slot_offsets(self, slot_experts: int) -> list[int]:
         """Returns where each array of each rank begins in a slot for `slot_experts` experts.
 
-        The offsets do not depend on the number of experts in this load. So a slot with this load also serves
-        a shorter one that begins with the same expert.
+        The offsets do not depend on the number of experts in this load. So the slot of this load can also
+        serve a shorter load that begins with the same expert.
         """
         offsets, next_offset = [], 0
         for rank in self.ranks:
@@ -88,7 +88,7 @@ class GpuLayer:
 
     @property
     def spans(self) -> tuple[Range, ...]:
-        """Ranges of experts; all experts of a range are on the same ranks."""
+        """Ranges of the layer's experts. All experts of a range are on the same ranks."""
         return tuple(self._ranks)
 
     @property
@@ -108,12 +108,12 @@ class GpuLayer:
         return max(sum(rank.expert_bytes for rank in ranks) for ranks in self._ranks.values())
 
     @property
-    def arrays(self) -> int:
-        """The most arrays that one load puts into a slot."""
+    def max_arrays(self) -> int:
+        """Maximum number of arrays that one load puts into a slot."""
         return max(sum(len(rank.arrays) for rank in ranks) for ranks in self._ranks.values())
 
     def dense_bytes(self, itemsize: int) -> int:
-        """Bytes of an unpacked expert, whose numbers have `itemsize` bytes."""
+        """Bytes of an unpacked expert (gate, up and down), whose numbers have `itemsize` bytes."""
         return 3 * self.recipe.inner * self.recipe.hidden * itemsize
 
     def split_into_loads(self, ranges: Sequence[Range], slot_experts: int) -> Iterator[Load]:
@@ -149,7 +149,7 @@ def _find_obstacle_of_weights(
         num_ranks: number of ranks that have a part of the layer.
         dtype: type of hidden states.
     """
-    # A rank does not offer a layer whose experts have biases or no gate (held_experts.py).
+    # Ranks offer every layer except those whose experts have biases or no gate (held_experts.py).
     if len(offered) < num_ranks:
         return "the experts have biases or no gate"
     matrices = [matrix for layer in offered for matrix in (layer.w13, layer.w2)]
@@ -162,7 +162,7 @@ def _find_obstacle_of_weights(
 def find_gpu_layers(
     recipe: Recipe, offers: Mapping[int, OfferedWeights], map_memory: Callable[[int], torch.Tensor]
 ) -> dict[int, GpuLayer]:
-    """Returns the layers whose experts the GPU can compute; logs why CPUs compute the others alone.
+    """Returns the layers whose experts the GPU can compute. Logs why CPUs alone compute the other layers.
 
     Args:
         offers: where each feed-forward rank has its weights, by rank.

@@ -22,8 +22,9 @@ class LoadedParts:
 
     Attributes:
         parts: the experts of each layer; an MLP counts as one expert.
-        own_parts: which columns and experts of each layer this rank has.
-        own_experts: this rank's experts in each layer; None if the rank has columns of each expert.
+        own_parts: the columns and experts of each layer that this rank has.
+        own_experts: this rank's experts, the same in each layer; None if the rank has columns of each expert.
+        memory: memory of the packed weights.
     """
 
     parts: Mapping[int, Experts]
@@ -53,14 +54,14 @@ def load_parts(
     """Reads and packs this rank's part of the recipe's layers.
 
     Args:
-        own: this rank's share in the plan, with the rule by which the ranks divide layers.
-        shares: agreed shares of the feed-forward ranks that read this recipe.
+        own: this rank's share in the plan. It states whether ranks divide layers by experts or by columns.
+        shares: shares on which the feed-forward ranks of this recipe have agreed.
         index: index of this rank in `shares`.
 
     Raises:
         ContractError: a file differs from the file that the asking rank read, or no kernel computes a layer.
     """
-    by_experts = own.by_experts and recipe.topk > 0  # ranks divide MLPs (topk 0) by columns
+    by_experts = own.by_experts and recipe.topk > 0  # ranks always divide MLPs (topk 0) by columns
     expert_counts = {layer.experts for layer in recipe.layers.values()}
     if by_experts and len(expert_counts) > 1:
         raise ContractError(
@@ -75,7 +76,7 @@ def load_parts(
             columns = Span(total=layer.inner, first=0, end=layer.inner)
             experts = Span(total=layer.experts, first=0, end=layer.experts)
             if by_experts:
-                # The same in each layer, because all layers have the same number of experts.
+                # `own_experts` is the same in each layer, because all layers have as many experts.
                 experts = own_experts = share_experts(layer.experts, shares)[index]
             else:
                 columns = share_columns(layer.inner, shares, recipe.unit)[index]

@@ -34,7 +34,7 @@ _OAI_ALPHA, _OAI_LIMIT, _OAI_BETA = 1.702, 7.0, 1.0
 """Constants of gpt-oss' activation (vllm/model_executor/layers/activation.py::SwigluOAIAndMul@v0.32.0)."""
 _STEP: Final = "swiglustep"
 _STEP_LIMIT: Final = 7.0
-"""Step-3.5's activation, and the only limit that vLLM's experts have for it
+"""Name and limit of Step-3.5's activation. vLLM's experts have no other limit for this activation
 (vllm/model_executor/layers/activation.py::swiglustep_and_mul_triton@v0.32.0)."""
 _KINDS: Final = {
     "silu": ActivationKind.SWISH,
@@ -50,7 +50,7 @@ ALTERNATING: Final = "swigluoai"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMatrix:
-    """The packed w13 or w2 of a rank's experts, as another process can unpack it.
+    """The packed w13 or w2 of a rank's experts, with all that another process needs to unpack them.
 
     Attributes:
         packed: [experts, ...], contiguous.
@@ -73,7 +73,11 @@ class PackedMatrix:
     def of(
         cls, weights: torch.Tensor, form: Format | None, *, block_scales: torch.Tensor | None = None
     ) -> "PackedMatrix":
-        """Describes weights [experts, columns, inputs] without headers."""
+        """Describes weights [experts, columns, inputs] without headers.
+
+        Args:
+            form: format of the codes; None if the weights are not packed.
+        """
         _, columns, inputs = weights.shape
         return cls(packed=weights, columns=columns, inputs=inputs, format=form, block_scales=block_scales)
 
@@ -99,7 +103,7 @@ class Experts(Protocol):
     matrices: Matrices | None
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        """Writes each row's weighted sum of its experts into y; an id that is not an expert adds nothing.
+        """Writes each row's weighted sum of its experts into y. An id that is not an expert adds nothing.
 
         Args:
             y: [rows, hidden], must not share memory with x.
@@ -112,7 +116,7 @@ class Experts(Protocol):
 def activation_of(recipe: LayerRecipe) -> Activation:
     """Returns the activation of a layer's experts; raises ContractError if no kernel supports it."""
     name = recipe.activation
-    if name in {ALTERNATING, "swigluoai_uninterleave"}:
+    if name in {ALTERNATING, "swigluoai_uninterleave"}:  # gpt-oss; its config may replace the constants
         return Activation(
             alpha=_OAI_ALPHA if recipe.alpha is None else recipe.alpha,
             limit=_OAI_LIMIT if recipe.limit is None else recipe.limit,
@@ -127,7 +131,7 @@ def activation_of(recipe: LayerRecipe) -> Activation:
             f"{', '.join(sorted(_KINDS))}, {_STEP}, {ALTERNATING} (got {name!r}). Use "
             "spec.parallelism.mode: Pipeline with GPU roles only"
         )
-    gated = not name.endswith(_UNGATED) and name != "relu2"  # relu2 has no gate in either case
+    gated = not name.endswith(_UNGATED) and name != "relu2"  # relu2 never has a gate
     return Activation(kind=kind, gated=gated, limit=inf if recipe.limit is None else recipe.limit)
 
 
@@ -143,7 +147,7 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
     """Reads and packs this rank's part of a layer's experts, for the fastest kernel that supports it.
 
     Args:
-        dtype: of inputs and outputs.
+        dtype: type of inputs and outputs.
 
     Raises:
         ContractError: no kernel computes the format or the activation.
@@ -159,25 +163,23 @@ def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Expe
     )
     weights = ExpertWeights(reader, shape)
     library = _find_kernels()
-    has_supported_sizes = recipe.hidden % SHARED_COLUMNS == part.columns.count % SHARED_COLUMNS == 0
+    has_supported_sizes = recipe.hidden % SHARED_COLUMNS == 0 and part.columns.count % SHARED_COLUMNS == 0
     has_biases = any(reader.has(name) for name in ("w13_bias", "w2_bias"))
-    # No kernel supports this CPU, this dtype, these sizes or float32 weights. Then torch computes the layer
-    # if the weights are not quantized.
     if (
-        library is None
+        library is None  # no kernel supports this CPU
         or dtype not in ELEMENTS
         or not has_supported_sizes
         or weights.unquantized_dtype == torch.float32
     ):
+        # torch computes the layer without our kernels, but only unquantized weights.
         if weights.unquantized_dtype is None:
             raise _build_refusal(library, weights, recipe, part, dtype)
         return _TorchExperts(weights, part, activation, biased=has_biases)
-    # The kernels for bf16 and FP8 with SiLU are faster than the kernels for any format. They need AVX-512:
-    # `library.paths` is empty without it.
-    fits_swish_kernel = (
-        library.paths and activation == Activation() and not has_biases and dtype == torch.bfloat16
-    )
-    if fits_swish_kernel and (weights.unquantized_dtype == torch.bfloat16 or weights.has_fp8_blocks):
+    # The kernels for bf16 and FP8 with SiLU are faster than the kernels for any format. They need AVX-512.
+    has_avx512 = bool(library.paths)
+    is_plain_silu = activation == Activation() and not has_biases
+    has_swish_format = weights.unquantized_dtype == torch.bfloat16 or weights.has_fp8_blocks
+    if has_avx512 and is_plain_silu and dtype == torch.bfloat16 and has_swish_format:
         return _SwishExperts(library, weights, part, shape)
     return _CodedFormatExperts(library, weights, part, activation, dtype, biased=has_biases)
 
@@ -191,7 +193,7 @@ def _build_refusal(
 ) -> ContractError:
     """Returns the error for quantized experts that no kernel of this CPU computes."""
     if library is None:
-        reason = "there are no kernels for this CPU"
+        reason = "the kernels were not compiled, or do not support this CPU"
     elif dtype not in ELEMENTS:
         types = ", ".join(str(each).removeprefix("torch.") for each in ELEMENTS)
         reason = f"engine.dtype must be one of {types} (got {str(dtype).removeprefix('torch.')})"
@@ -214,9 +216,9 @@ def _describe_part(part: PackedPart) -> PackedMatrix:
 
 
 def _find_kernels() -> KernelLibrary | None:
-    """Returns the kernels, or None if they are unavailable.
+    """Returns the kernels, or None if this process cannot use any.
 
-    On a CPU without AVX-512F, returns only the kernels for coded weights.
+    On a CPU without AVX-512F, the library has only kernels for coded weights.
     """
     with contextlib.suppress(KernelsUnavailableError):
         return linear.find() or register()
@@ -276,9 +278,14 @@ class _MatrixPacker:
         self._biases: list[torch.Tensor] = []
 
     def pack(self, local: int, expert: int, *, biased: bool) -> None:
-        """Reads the matrix of an expert of the layer, and packs it as expert `local` of this rank.
+        """Reads the matrix of an expert, and packs the matrix.
 
         The first call allocates memory for all experts, because all have the first expert's format and size.
+
+        Args:
+            local: number of the expert among this rank's experts.
+            expert: number of the expert in the layer.
+            biased: whether the layer's experts have biases.
         """
         weight = self._weights.read_coded(expert, w13=self._w13)
         if self._part is None:
@@ -343,7 +350,7 @@ class _TorchExperts:
     def __init__(
         self, weights: ExpertWeights, part: OwnPart, activation: Activation, *, biased: bool
     ) -> None:
-        """Reads this rank's part of each expert, w13 of all experts into one tensor and w2 into another."""
+        """Reads this rank's part of each expert. All w13 become one tensor, and all w2 another."""
         self._activation, self.count = activation, part.experts.count
         own_experts = range(part.experts.first, part.experts.end)
         w13, self._w13_biases = _read_all(weights, own_experts, w13=True, biased=biased)
@@ -358,18 +365,18 @@ class _TorchExperts:
         self.method = f"{weights.name} (torch)"
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        """Computes the experts one by one, each with the rows that chose it."""
+        """Computes the experts one by one, each for the rows that chose it."""
         total = torch.zeros(y.shape, dtype=torch.float32)
-        each_expert = zip(*self._weights, self._w13_biases, self._w2_biases, strict=True)
-        for expert, (w13, w2, bias13, bias2) in enumerate(each_expert):
+        all_experts = zip(*self._weights, self._w13_biases, self._w2_biases, strict=True)
+        for expert, (w13, w2, bias13, bias2) in enumerate(all_experts):
+            # The rows that chose the expert; `choices` is the expert's place among the choices of each row.
             rows, choices = (ids == expert).nonzero(as_tuple=True)
             if not len(rows):
                 continue
-            inner = self._activate(
-                functional.linear(
-                    x[rows].to(w13.dtype), w13, None if bias13 is None else bias13.to(w13.dtype)
-                )
+            sums = functional.linear(
+                x[rows].to(w13.dtype), w13, None if bias13 is None else bias13.to(w13.dtype)
             )
+            inner = self._activate(sums)
             out = functional.linear(inner, w2, None if bias2 is None else bias2.to(w2.dtype))
             total.index_add_(0, rows, out.float() * weights[rows, choices].unsqueeze(1))
         y.copy_(total)
@@ -377,23 +384,25 @@ class _TorchExperts:
     def _activate(self, sums: torch.Tensor) -> torch.Tensor:
         """Returns the input of w2: the activation of the sums of w13."""
         activation = self._activation
-        gate, up = sums.chunk(2, -1) if activation.gated else (sums, None)
-        if activation.kind is not ActivationKind.SWISH_LIMITED:
-            gate = gate.clamp(max=activation.limit)
-        if activation.kind in (ActivationKind.SWISH, ActivationKind.SWISH_LIMITED):
-            activated = gate * torch.sigmoid(activation.alpha * gate)
-            if activation.kind is ActivationKind.SWISH_LIMITED:
-                activated = activated.clamp(max=activation.limit)
-        elif activation.kind is ActivationKind.RELU2:
-            activated = torch.relu(gate).square()
-        else:
-            approximate = "tanh" if activation.kind is ActivationKind.GELU_TANH else "none"
-            activated = functional.gelu(gate, approximate=approximate)
-        return (
-            activated
-            if up is None
-            else activated * (up.clamp(-activation.limit, activation.limit) + activation.offset)
-        )
+        if not activation.gated:
+            return self._activate_gate(sums)
+        gate, up = sums.chunk(2, -1)
+        limited_up = up.clamp(-activation.limit, activation.limit)
+        return self._activate_gate(gate) * (limited_up + activation.offset)
+
+    def _activate_gate(self, gate: torch.Tensor) -> torch.Tensor:
+        """Returns the function of the gate. SWISH_LIMITED limits its values, other kinds limit the gate."""
+        activation = self._activation
+        if activation.kind is ActivationKind.SWISH_LIMITED:
+            values = gate * torch.sigmoid(activation.alpha * gate)
+            return values.clamp(max=activation.limit)
+        gate = gate.clamp(max=activation.limit)
+        if activation.kind is ActivationKind.SWISH:
+            return gate * torch.sigmoid(activation.alpha * gate)
+        if activation.kind is ActivationKind.RELU2:
+            return torch.relu(gate).square()
+        approximate = "tanh" if activation.kind is ActivationKind.GELU_TANH else "none"
+        return functional.gelu(gate, approximate=approximate)
 
 
 def _read_all(
@@ -410,6 +419,6 @@ def _read_all(
 
 
 def _join_scales(scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the scales of all experts as one tensor, in the memory for packed weights."""
+    """Returns the scales of all experts as one tensor in the memory for packed weights."""
     joined = torch.stack(tuple(scales))
     return weight_memory.empty(joined.shape, joined.dtype).copy_(joined)

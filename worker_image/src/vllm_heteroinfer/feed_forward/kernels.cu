@@ -32,7 +32,7 @@ struct Params {
 
 constexpr u64 kAsk = 128, kEnd = 384, kLanes = 512, kLaneBytes = 128;
 constexpr u64 kStop = kEnd, kFailed = kEnd + 4, kChecks = kEnd + 8, kGivenUp = kEnd + 12;
-constexpr u32 kPollsPerLook = 256;
+constexpr u32 kPollsPerLook = 256;  // polls of an answer between two checks of the clock and of the host's words
 
 // Reads a 64-bit number that a process of the host writes (acquire): what the process wrote before is visible afterwards.
 __device__ u64 load_number(const void* p) {
@@ -76,6 +76,7 @@ __device__ float upper(u32 w, u32 dtype) {
   return dtype == 1 ? __uint_as_float(w & 0xffff0000u) : from_half((u16)(w >> 16));
 }
 // The sum of the lanes' answers at the i-th 16 bytes: added in float32 in the order of the lanes, and rounded once.
+// A word has two 16-bit elements, so there are 8 sums. With float32, a word has one element, and odd sums stay 0.
 __device__ uint4 sum_parts(const char* y, u64 stride, u32 lanes, u64 i, u32 dtype) {
   const uint4 first = load_part((const uint4*)y + i);
   if (lanes == 1) return first;
@@ -160,7 +161,7 @@ __device__ u32 wait_for_lanes(const Params& p, u64 number) {
 }
 
 // Waits for all lanes, then writes the sum of their answers to `out`, and zeros to padding rows. The first block polls
-// the slab, the other blocks wait for the first. If a lane is late or failed, all of `out` becomes zeros.
+// the slab, and the other blocks wait for the first block. If a lane is late or failed, `out` has only zeros.
 extern "C" __global__ void ff_get(const Params p) {
   __shared__ bool good;
   if (threadIdx.x == 0) {

@@ -19,7 +19,7 @@ class LoadedReader(LayerReader):
     """Reads the parameters of a RoutedExperts of vLLM, as its method created them."""
 
     def __init__(self, module: Any) -> None:
-        # RemoteExperts only describes the format here: the experts are in this process.
+        # Used only to describe the format. These experts are not remote, but in this process.
         self.recipe = RemoteExperts(module, module.quant_method).describe(
             {
                 name: ExpertParameter(shape=tuple(each.shape), dtype=str(each.dtype).removeprefix("torch."))
@@ -31,8 +31,8 @@ class LoadedReader(LayerReader):
     def has(self, name: str) -> bool:
         """Returns whether the layer has a parameter that its format uses.
 
-        vLLM creates the parameter for the order of inputs (`_g_idx`) even if the format has no order. So the
-        answer for this parameter comes from the format.
+        vLLM creates the parameter for the order of inputs (`_g_idx`) even if the checkpoint has no such
+        order. So the answer for this parameter comes from the method's configuration.
         """
         if name.endswith("_g_idx"):
             return _orders_inputs(self._module.quant_method)
@@ -56,7 +56,7 @@ def pack_loaded_experts(module: Any, dtype: torch.dtype) -> held_experts.Experts
 
     Args:
         module: vLLM's RoutedExperts.
-        dtype: of inputs and outputs.
+        dtype: type of inputs and outputs.
 
     Raises:
         ContractError: no kernel computes the format or the activation.
@@ -70,7 +70,7 @@ def pack_loaded_experts(module: Any, dtype: torch.dtype) -> held_experts.Experts
 
 
 def _orders_inputs(method: Any) -> bool:
-    """Returns whether a checkpoint of 4 bits orders its inputs by their activations (GPTQ's act-order)."""
+    """Returns whether a 4-bit checkpoint orders its inputs by their activations (GPTQ's act-order)."""
     config = getattr(method, "quant_config", None)  # GPTQ has `desc_act`
     compressed_order = getattr(getattr(method, "weight_quant", None), "actorder", None)  # compressed-tensors
     return bool(getattr(config, "desc_act", False)) or compressed_order == "group"

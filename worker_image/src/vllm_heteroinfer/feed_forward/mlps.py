@@ -1,7 +1,7 @@
 """The MLP of a dense layer, recorded like a layer with one expert that all rows choose. Imports vLLM.
 
-A pass with known numbers finds the linear layers and the activation of an MLP. So the class does not matter,
-but the MLP must compute down(act(gate) * up) or down(act(up)).
+A forward pass with known numbers shows the linear layers and the activation of an MLP. So the class of the
+MLP does not matter, but the MLP must compute down(act(gate) * up) or down(act(up)).
 """
 
 import inspect
@@ -22,8 +22,9 @@ from vllm_heteroinfer.feed_forward.recipe import ExpertParameter, LayerRecipe
 from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter
 
 _ROWS: Final = 16
+"""Half of the number of test rows."""
 _LARGE: Final = 30.0
-"""Factor of the second half of the test rows: an activation with limits differs for large numbers."""
+"""Factor of the second half of the test rows. Large numbers show whether an activation has limits."""
 _MAX_DISTANCE: Final = 1e-3
 """Largest allowed difference from an activation's values, relative to the largest value."""
 _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -33,11 +34,11 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "relu2": lambda gate: functional.relu(gate).square(),
 }
 _LinearCall = tuple[Any, torch.Tensor, torch.Tensor]
-"""A linear layer, the input of its call, and the output."""
+"""A call of a linear layer: the layer, its input and its output."""
 
 
 class _NoMlpError(Exception):
-    """A module is not an MLP that feed-forward ranks compute; the message contains the reason."""
+    """A module is not an MLP that feed-forward ranks can compute. The message contains the reason."""
 
 
 class RemoteMlp(torch.nn.Module):
@@ -48,13 +49,13 @@ class RemoteMlp(torch.nn.Module):
 
         Args:
             layer: number of the decoder layer.
-            reduces: whether the replaced MLP adds the parts of all ranks of the stage.
+            reduces: whether the replaced MLP adds the outputs of all ranks of the stage.
         """
         super().__init__()
         self._layer, self._reduces = layer, reduces
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns the MLP's output for hidden states, [rows, hidden]. Feed-forward ranks compute it."""
+        """Returns the MLP's output for hidden states, [rows, hidden], computed by feed-forward ranks."""
         answer = torch.ops.vllm.heteroinfer_feed_forward(hidden_states, self._layer)
         return tensor_model_parallel_all_reduce(answer) if self._reduces else answer
 
@@ -64,10 +65,13 @@ class RecordedMlp:
 
     @classmethod
     def find(cls, index: int, layer: torch.nn.Module) -> "RecordedMlp | None":
-        """Finds the MLP among the modules of a layer; None if no module could be one.
+        """Finds the MLP among the modules of a layer. Returns None if no module can be an MLP.
+
+        Args:
+            index: number of the layer.
 
         Raises:
-            ContractError: no module is an MLP that feed-forward ranks compute, or several are.
+            ContractError: no module is an MLP that feed-forward ranks can compute, or several modules are.
         """
         candidates = [(name, module) for name, module in layer.named_children() if _could_be_mlp(module)]
         recorded, problems = [], []
@@ -99,7 +103,10 @@ class RecordedMlp:
         return self
 
     def _find_targets(self) -> Iterator[tuple[str, RecordedParameter]]:
-        """Yields each parameter under an expert parameter's name: `w13_` for gate and up, `w2_` for down."""
+        """Yields each parameter with the name of an expert's parameter.
+
+        Names of down's parameters begin with `w2_`, names of gate's and up's parameters with `w13_`.
+        """
         for name, parameter in self._down.named_parameters(recurse=False):
             if name == "bias" and self._down.tp_rank:
                 continue  # only the first rank of a stage adds the bias
@@ -115,13 +122,13 @@ class RecordedMlp:
     def end(self) -> None:
         """Replaces the MLP in the model by a `RemoteMlp`."""
         down = self._down
-        # If vLLM's down layer adds the parts of all ranks of the stage, the replacement must do so, too.
+        # If vLLM's down layer adds the outputs of all ranks of the stage, the replacement must do so, too.
         reduces = isinstance(down, RowParallelLinear) and down.reduce_results and down.tp_size > 1
         setattr(self._layer, self._name, RemoteMlp(self._index, reduces=reduces))
 
     def describe(self, parameters: Mapping[str, ExpertParameter]) -> LayerRecipe:
         """Returns the layer's recipe with these parameters."""
-        # A stage's ranks may divide the columns. Then this is the number of this rank's columns.
+        # The ranks of a stage may divide the columns. `columns` is the number of this rank's columns.
         columns = getattr(self._down, "input_size_per_partition", self._down.input_size)
         return LayerRecipe(
             experts=1,
@@ -141,19 +148,24 @@ def _could_be_mlp(module: torch.nn.Module) -> bool:
     # MLPs must not be mistaken for those of the decoder.
     if not linears or any(is_of_encoder(each.prefix) for each in linears):
         return False
-    required_parameters = [
-        parameter
-        for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]  # no `self`
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind not in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    ]
     has_experts = any(isinstance(each, RoutedExperts) for each in module.modules())
-    return len(required_parameters) == 1 and not has_experts
+    return _count_required_inputs(module) == 1 and not has_experts
+
+
+def _count_required_inputs(module: torch.nn.Module) -> int:
+    """Returns the number of parameters without a default in a module's `forward`."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # without `self`
+    variadic_kinds = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return sum(
+        parameter.default is inspect.Parameter.empty and parameter.kind not in variadic_kinds
+        for parameter in parameters
+    )
 
 
 def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
-    """Returns an MLP's activation, its gate and up layers (or one layer with both), and its down layer.
+    """Returns an MLP's activation, its layers before the activation, and its down layer.
 
+    Before the activation, an MLP has a gate and an up layer, one layer with both, or only an up layer.
     Runs the MLP with random numbers as the outputs of its linear layers. The input of its last linear layer
     must then be a known activation of the other layers' outputs.
 
@@ -165,29 +177,49 @@ def _find_mlp_parts(mlp: Any) -> tuple[str, list[Any], Any]:
     for name, _ in mlp.named_parameters():
         if not name.startswith(tuple(linear_prefixes)):
             raise _NoMlpError(f"must have parameters only in linear layers (has {name})")
-    input_, output, calls = _run_with_random_outputs(mlp, linears)
+    mlp_input, mlp_output, calls = _run_with_random_outputs(mlp, linears)
+    _check_calls(linears, calls, mlp_input, mlp_output)
+    *ups, (down, down_input, _) = calls  # in the order of the calls, so down is last
+    # With a gate, gate and up together have two columns for each input of down.
+    gated = sum(up_output.shape[1] for _, _, up_output in ups) == 2 * down_input.shape[1]
+    activation, gate_and_up = _find_activation(down_input, ups, gated=gated)
+    # A recipe can join two layers of plain weights, but not two quantized layers with further parameters.
+    names = {name for linear in gate_and_up for name, _ in linear.named_parameters()}
+    if len(gate_and_up) > 1 and not names <= {"weight", "bias"}:
+        raise _NoMlpError("must have gate and up in one linear layer if they are quantized")
+    vllm_name = activation if gated else f"{activation}_no_mul"  # as in vLLM's MoEActivation
+    return vllm_name, gate_and_up, down
+
+
+def _check_calls(
+    linears: Sequence[Any], calls: Sequence[_LinearCall], mlp_input: torch.Tensor, mlp_output: Any
+) -> None:
+    """Raises _NoMlpError if the calls of a module's linear layers are not the calls of an MLP.
+
+    In an MLP, the first layers get the MLP's input, and the last layer returns the MLP's output.
+    """
     if len(linears) not in {2, 3} or len(calls) != len(linears):
         raise _NoMlpError(
             f"must call each of its 2 or 3 linear layers once (has {len(linears)}, made {len(calls)} calls)"
         )
-    *ups, (down, down_input, down_output) = calls  # in the order of the calls, so down is last
-    if not all(linear_input is input_ for _, linear_input, _ in ups) or output is not down_output:
+    *ups, (_, _, down_output) = calls
+    begins_with_ups = all(up_input is mlp_input for _, up_input, _ in ups)
+    ends_with_down = mlp_output is down_output
+    if not begins_with_ups or not ends_with_down:
         raise _NoMlpError("must change its input and output only by linear layers")
     if any(linear.skip_bias_add and linear.has_bias for linear in linears):
         raise _NoMlpError("must not add a bias after a linear layer")
-    # With a gate, gate and up together have two columns for each input of down.
-    gated = sum(up_output.shape[1] for _, _, up_output in ups) == 2 * down_input.shape[1]
-    activation, gate_and_up = _find_activation(down_input, ups, gated=gated)
-    names = {name for linear in gate_and_up for name, _ in linear.named_parameters()}
-    if len(gate_and_up) > 1 and not names <= {"weight", "bias"}:
-        raise _NoMlpError("must have gate and up in one linear layer if they are quantized")
-    return activation if gated else f"{activation}_no_mul", gate_and_up, down
 
 
 def _find_activation(
     down_input: torch.Tensor, ups: Sequence[_LinearCall], *, gated: bool
 ) -> tuple[str, list[Any]]:
-    """Returns an MLP's activation, and its linear layers before the activation: the gate before the up.
+    """Returns an MLP's activation, and the linear layers before the activation: first the gate, then the up.
+
+    Args:
+        down_input: input of the MLP's down layer.
+        ups: calls of the linear layers before the activation, in the order of the calls.
+        gated: whether the MLP has a gate.
 
     Raises:
         _NoMlpError: the MLP has another activation.
@@ -206,9 +238,9 @@ def _find_activation(
 
 
 def _run_with_random_outputs(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Tensor, Any, list[_LinearCall]]:
-    """Runs an MLP whose linear layers return random numbers instead of products.
+    """Runs an MLP, but its linear layers return random numbers instead of products.
 
-    Returns the MLP's input and output, and the calls of its linear layers.
+    Returns the MLP's input, its output, and the calls of its linear layers in order.
     """
     generator, device = torch.Generator().manual_seed(0), torch.get_default_device()
     calls: list[_LinearCall] = []
@@ -245,15 +277,19 @@ def _distance_from_activation(
     *,
     gated: bool,
 ) -> float:
-    """Returns the distance of the down layer's input from an activation's values, relative to the largest.
+    """Returns the largest difference between the down layer's input and an activation's values.
 
-    Returns infinity if the shapes differ.
+    The difference is relative to the largest value. It is infinity if the shapes differ.
+
+    Args:
+        compute: the activation.
+        ups: calls of the linear layers before the activation: first the gate, then the up.
     """
     sums = torch.cat([up_output for _, _, up_output in ups], 1)
-    gate, up = sums.chunk(2, 1) if gated else (sums, sums.new_ones(()))
+    gate, up = sums.chunk(2, 1) if gated else (sums, sums.new_ones(()))  # without a gate: act(sums) * 1
     expected = compute(gate) * up
     if expected.shape != down_input.shape:
         return torch.inf
     # The second half of the rows has larger numbers, so each half is compared with its own largest value.
-    gaps, sizes = (down_input - expected).abs().view(2, -1), expected.abs().view(2, -1)
-    return float((gaps.amax(1) / sizes.amax(1)).max())
+    differences, values = (down_input - expected).abs().view(2, -1), expected.abs().view(2, -1)
+    return float((differences.amax(1) / values.amax(1)).max())

@@ -20,8 +20,9 @@ from vllm_heteroinfer.kernels.weight_memory import WeightMemory
 from vllm_heteroinfer.pod.memory_files import open_memfd
 
 SCALED: Final = 128
-"""Columns and inputs of a block scale."""
+"""Number of columns, and of inputs, that share a block scale."""
 _NOT_PACKED: Final = {"code": -1}
+"""Format of an `OfferedMatrix` that is not packed."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -50,7 +51,8 @@ class OfferedMatrix:
             matrix has no block scales.
         scale_shape: rows and columns of an expert's block scales; None if the matrix has no block scales.
         dtype: type of the tensor's elements; for a matrix that is not packed, the type of its weights.
-        code: part of the format, with `scale`, `group` and `zeros`; -1 if the matrix is not packed.
+        code: `Format.code`; -1 if the matrix is not packed. The next three attributes are the other fields of
+            `Format`.
     """
 
     offset: int
@@ -80,13 +82,15 @@ class OfferedMatrix:
 
     @property
     def kind(self) -> "OfferedMatrix":
-        """This matrix without its offsets; equal for matrices that are unpacked in the same way."""
+        """This matrix without its offsets. It is equal for matrices that are unpacked in the same way."""
         return replace(self, offset=0, block_scales_offset=None)
 
     def find_error(self, experts: int, num_bytes: int, *, gated: bool) -> str:
-        """Returns the error in this offer for a memory of `num_bytes`; "" without an error.
+        """Returns the first error in this offer; "" if there is none.
 
         Args:
+            experts: number of experts that the memory must have.
+            num_bytes: size of the memory.
             gated: whether the columns are gates and then ups (w13). Each half has its own blocks of scales.
         """
         halves = 2 if gated else 1
@@ -199,13 +203,15 @@ def map_weights(offer: OfferedWeights, rank: int) -> torch.Tensor:
     try:
         fd = open_memfd(offer.pid, offer.fd, offer.name, f"the weights of feed-forward rank {rank}")
     except OSError as error:
-        raise ContractError(f"feed-forward rank {rank}: {error}. Report this with the pod's log") from error
+        raise ContractError(
+            f"feed-forward rank {rank}: {error}. Report this error with the pod's log"
+        ) from error
     try:
         return torch.frombuffer(mmap.mmap(fd, offer.num_bytes, flags=mmap.MAP_SHARED), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ContractError(
             f"feed-forward rank {rank}: {offer.num_bytes} bytes of its weights cannot be mapped ({error}). "
-            "Report this with the pod's log"
+            "Report this error with the pod's log"
         ) from error
     finally:
         os.close(fd)

@@ -4,9 +4,12 @@ The feed-forward rank listens at a free port and publishes it in the group's sto
 have the key of the epoch, as supervisors do (launch/handshake.py). Afterwards each message carries a token
 that only the two ends know. Imports neither torch nor vLLM.
 
-    asking rank -> feed-forward rank   rank, nonce, code
-    feed-forward rank -> asking rank   nonce, code of all
-    asking rank -> feed-forward rank   code of all, then trial messages, then asks
+Each code is computed with the epoch's key from the values that were sent before. Trial messages measure the
+connection.
+
+    asking rank -> feed-forward rank   its rank, its nonce, code
+    feed-forward rank -> asking rank   its nonce, code
+    asking rank -> feed-forward rank   code, then trial messages, then asks
 """
 
 import contextlib
@@ -36,22 +39,25 @@ from vllm_heteroinfer.pod.threads import start_thread
 PROTOCOL: Final = 1
 """Version of the messages in kernels/source/feed_forward_link.cpp."""
 PROOF_S: Final = 3.0
-"""Time for a client to prove that it is the asking rank. Another client occupies a thread no longer."""
+"""Time for a client to prove that it is the asking rank. No client occupies a thread longer."""
 TRIAL_S: Final = 60.0
 """Time for one trial message, so that 1 MiB passes at 0.3 Mbit/s."""
 TRIALS, LARGE_TRIALS, LARGE_BYTES = 9, 3, 1 << 20
-"""Number of trials with one row and with many rows, and bytes of the latter's ask and answer together."""
+"""Number of trials with one row, number of trials with many rows, and in a trial with many rows the bytes of
+ask and answer together."""
 _NAP_S: Final = 0.01
+"""Longest wait of the listener for a new client, before it checks again for proven connections."""
 _SHORTEST_WAIT_S: Final = 0.001
-"""Timeout of a socket at its deadline; 0 would mean not to wait at all."""
+"""Shortest timeout of a socket. A timeout of 0 would make the socket non-blocking."""
 _MAX_PROOFS: Final = 64
-"""Number of clients that may prove themselves at the same time; the listener refuses more."""
+"""Number of clients that may prove themselves at the same time. The listener refuses further clients."""
 _LINE_BYTES: Final = 1024
 _RETRANSMITS_AT, _UNACKED_AT, _INFO_BYTES = 2, 24, 104
 """Offsets in `struct tcp_info` (linux/tcp.h), and the number of bytes to read of it."""
 _SLOW: Final = "the network is slow, or the rank has stopped"
 _UNANSWERED: Final = 2
-"""After the kernel has sent this many packets again, the other machine counts as silent. One may be lost."""
+"""The other machine counts as silent after Linux has sent a packet again this many times. A single time is no
+proof, because one packet may be lost."""
 
 
 class Link(ctypes.Structure):
@@ -79,7 +85,7 @@ END_OF_FILE, MALFORMED = -1, -2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
-    """The time that a connection adds to an ask, as measured at the start.
+    """The time that a connection adds to an ask, as measured when the rank starts.
 
     Attributes:
         round_trip_s: seconds for an ask of one row and its answer, without computation.
@@ -110,9 +116,11 @@ class _AnswererProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """First line of a trial: the number of bytes after it, and the number of bytes of the answer.
+    """First line of a trial.
 
-    0 bytes end the trials.
+    Attributes:
+        ask: number of bytes that follow the line; 0 ends the trials.
+        answer: number of bytes of the answer.
     """
 
     ask: int
@@ -126,7 +134,7 @@ def epoch_key(launch: PodLaunch) -> EpochKey | None:
 
 
 class Connection:
-    """One end of a proven connection.
+    """One end of a connection whose ends have proven their key to each other.
 
     Attributes:
         token: number that each message carries.
@@ -136,7 +144,7 @@ class Connection:
         self.socket, self.token = connected, token
 
     def link(self, lane: int) -> Link:
-        """Returns the connection's state for native code. The connection must outlive the result."""
+        """Returns the connection's state for the C++ code. The connection must outlive the result."""
         self.socket.setblocking(False)
         return Link(socket=self.socket.fileno(), lane=lane, token=self.token)
 
@@ -145,7 +153,7 @@ class Connection:
 
         Args:
             ask_bytes: size of an ask of one row.
-            answer_bytes: size of its answer.
+            answer_bytes: size of the answer to one row.
             rows: maximum number of rows of an ask.
 
         Raises:
@@ -155,10 +163,10 @@ class Connection:
         small_s = statistics.median(self._trial(ask_bytes, answer_bytes) for _ in range(TRIALS))
         num_rows = max(1, min(rows, LARGE_BYTES // (ask_bytes + answer_bytes)))
         large_s = min(self._trial(num_rows * ask_bytes, num_rows * answer_bytes) for _ in range(LARGE_TRIALS))
-        _send_line(self.socket, codec.to_json(_Trial(ask=0, answer=0)))
+        _send_line(self.socket, codec.to_json(_Trial(ask=0, answer=0)))  # ends the trials
         num_bytes = num_rows * (ask_bytes + answer_bytes)
-        # By chance, a small trial may take nearly as long as a large one. At least a tenth of the large one's
-        # time counts as transfer, so that the rate stays plausible.
+        # By chance, a small trial may take nearly as long as a large trial. At least a tenth of the time of a
+        # large trial counts as transfer, so that the rate stays plausible.
         transfer_s = max(large_s - small_s, large_s / 10)
         return LinkCost(round_trip_s=small_s, bytes_per_s=num_bytes / transfer_s)
 
@@ -179,7 +187,7 @@ class Connection:
             if not trial.ask:
                 return
             codec.at_least(0, "trial", ask=trial.ask, answer=trial.answer)
-            # `measure` sends no larger messages.
+            # `measure` sends no larger messages, so a larger number is an error of the other end.
             codec.at_most(LARGE_BYTES * 2, "trial", ask=trial.ask, answer=trial.answer)
             _read_and_discard(self.socket, trial.ask)
             self.socket.sendall(bytes(trial.answer))
@@ -189,11 +197,11 @@ class Listener:
     """Waits for the asking rank, in a feed-forward rank of another pod."""
 
     def __init__(self, address: str) -> None:
-        """Listens at a free port; raises OSError if there is none."""
+        """Listens at a free port of the address; raises OSError if no port is free."""
         self._socket = socket.socket(addresses.family_of(address), socket.SOCK_STREAM)
         self._socket.bind((address, 0))
         self._socket.listen()
-        self._socket.settimeout(_NAP_S)  # `accept` also looks for proven connections this often
+        self._socket.settimeout(_NAP_S)  # between two clients, `accept` checks for proven connections
 
     @property
     def port(self) -> int:
@@ -201,7 +209,9 @@ class Listener:
         return int(self._socket.getsockname()[1])
 
     def accept(self, launch: PodLaunch, asking: int, deadline: Deadline) -> Connection:
-        """Waits until the asking rank has connected and proven itself, and closes the listener.
+        """Waits until the asking rank has connected and proven itself. Then closes the listener.
+
+        Each client proves itself in its own thread, so a slow stranger does not keep the asking rank out.
 
         Raises:
             TimeoutError: the asking rank did not connect by the deadline.
@@ -210,7 +220,7 @@ class Listener:
         proving = threading.Semaphore(_MAX_PROOFS)
 
         def prove(connected: socket.socket) -> None:
-            """Puts a proven connection into `results`; closes the connection of another client."""
+            """Puts a proven connection into `results`. Closes the connection of any other client."""
             try:
                 results.put(_prove_to_client(connected, launch, asking))
             except (OSError, ContractError):  # a stranger, or a client that left
@@ -222,13 +232,12 @@ class Listener:
             while deadline.left_s:
                 with contextlib.suppress(queue.Empty):  # no client has proven itself yet
                     result = results.get_nowait()
-                    if isinstance(result, BaseException):  # the unexpected error of a thread
+                    if isinstance(result, BaseException):  # a thread ended with an unexpected error
                         raise result
                     return result
                 with contextlib.suppress(TimeoutError):  # no client connected within _NAP_S
                     connected = self._socket.accept()[0]
                     if proving.acquire(blocking=False):
-                        # Each client has a thread, so that a slow stranger does not keep the asking rank out.
                         start_thread(partial(prove, connected), name="heteroinfer-proof", failed=results.put)
                     else:  # too many clients at the same time
                         connected.close()
@@ -239,7 +248,7 @@ class Listener:
 
 
 def _prove_to_client(connected: socket.socket, launch: PodLaunch, asking: int) -> Connection:
-    """Proves both ends of an accepted connection to each other, and returns the connection.
+    """Proves the two ends of an accepted connection to each other. Returns the connection.
 
     Raises:
         OSError: the client left.
@@ -255,19 +264,19 @@ def _prove_to_client(connected: socket.socket, launch: PodLaunch, asking: int) -
         )
     key, parts = epoch_key(launch), (str(opening.rank), opening.nonce)
     if key is not None and not key.verifies(opening.code, "feed-forward open", *parts):
-        raise ContractError("the process that connected does not have this epoch's key")
+        raise ContractError("client: must have the key of this epoch")
     nonce = secrets.token_hex(16)
     _send_line(
         connected, codec.to_json(_AnswererProof(nonce=nonce, code=_prove(key, "reply", *parts, nonce)))
     )
     confirmed = _read_line(connected, deadline)
     if key is not None and not key.verifies(confirmed, "feed-forward confirm", *parts, nonce):
-        raise ContractError("the process that connected repeats a line of another connection")
+        raise ContractError("client: must confirm this connection (sent a line of another connection)")
     return Connection(connected, _derive_token(key, *parts, nonce))
 
 
 def connect(host: str, port: int, launch: PodLaunch, asking: int, peer: RankAssignment) -> Connection:
-    """Connects an asking rank to a feed-forward rank that listens, and proves both to each other.
+    """Connects the asking rank to a feed-forward rank, and proves the two to each other.
 
     Raises:
         OSError: the rank cannot be reached, or did not answer.
@@ -311,7 +320,7 @@ def _derive_token(key: EpochKey | None, *parts: str) -> int:
 
 
 def _set_options(connected: socket.socket, launch: PodLaunch) -> None:
-    """Makes a socket send at once, and fail if the other machine is silent for the heartbeat timeout."""
+    """Makes a socket send immediately, and fail if the other machine is silent for the heartbeat timeout."""
     timeout_ms = int(launch.heartbeat_timeout_s * 1000)
     tcp = socket.IPPROTO_TCP
     # Without TCP_NODELAY, Linux delays small messages to join them.
@@ -328,7 +337,7 @@ def _send_line(connected: socket.socket, text: str) -> None:
 
 
 def _read_line(connected: socket.socket, deadline: Deadline) -> str:
-    """Reads a line byte by byte, because the bytes after the line must stay in the socket.
+    """Reads a line, and leaves the bytes after the line in the socket. So this function reads byte by byte.
 
     Raises:
         OSError: the connection ended, the line is too long, or the whole line did not arrive by the deadline.
@@ -359,7 +368,7 @@ def _read_and_discard(connected: socket.socket, num_bytes: int) -> None:
 
 def describe(link: Link) -> str:
     """Describes how far the request to a rank got, for the message about a missing answer."""
-    if not link.is_open:  # no ask is open: the answer came after the decision to report it missing
+    if not link.is_open:  # no ask is open: the answer came after another thread reported it as missing
         return "its answer has arrived by now"
     try:
         duplicate = socket.socket(fileno=os.dup(link.socket))

@@ -1,9 +1,9 @@
 """Measures how fast each feed-forward rank of a stage reads memory while all ranks read. Imports torch.
 
-The ranks publish their rates, which determine their shares. Ranks have equal numbers of cores, but a plan
-cannot know the NUMA node of each rank, or other load on it. The ranks measure before all ranks agree on
-their settings. The rank with attention waits for that agreement, so it loads no weights during the
-measurement.
+The ranks publish their rates, which determine their shares of each layer. Ranks have equal numbers of cores,
+but a plan cannot know on which NUMA node a rank runs, or how loaded this node is. The ranks measure before
+all ranks agree on their settings. The rank with attention waits for this agreement, so it loads no weights
+during the measurement.
 """
 
 import logging
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 READING_S: Final = 1.0
-"""Time for which all ranks read at the same time: longer than most short disturbances on a host."""
+"""Time for which all ranks read at the same time. Most short disturbances on a host are shorter."""
 
 
 def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline") -> None:
     """Measures this rank's read rate together with the stage's other feed-forward ranks, and publishes it.
 
-    Every feed-forward rank must call this function. It does nothing if the plan sets their shares, or if each
-    rank with attention has one feed-forward rank.
+    Every feed-forward rank must call this function. It does nothing if the plan sets the shares, or if the
+    asking rank has only one feed-forward rank.
 
     Raises:
         ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
@@ -42,7 +42,12 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
     """
     if not _shares_follow_rates(plan.feed_forward_ranks_of(plan.asking_rank(rank))):
         return
-    ranks = plan.feed_forward_ranks(rank.stage)
+    # Only these ranks of the stage call store.put below, so waiting for another rank would never end.
+    ranks = [
+        each
+        for each in plan.feed_forward_ranks(rank.stage)
+        if _shares_follow_rates(plan.feed_forward_ranks_of(plan.asking_rank(each)))
+    ]
     # The memory for this rank's weights is still free, because nothing is loaded yet.
     max_bytes = max(rank.weight_bytes, MIN_SAMPLE_BYTES)
     products = memory_stream(ours=is_wanted(os.environ), max_bytes=max_bytes)
@@ -52,7 +57,7 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
         store.get(
             _store_key("reads", other),
             deadline,
-            what=f'"ready to measure" message from rank {other.rank}',
+            awaited=f'"ready to measure" message from rank {other.rank}',
             rank=other.rank,
         )
     with torch.inference_mode():
@@ -63,10 +68,10 @@ def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", dea
 def agreed_shares(
     plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline"
 ) -> tuple[int, ...]:
-    """Returns the shares of all feed-forward ranks that serve the same rank as `rank`, in their order.
+    """Returns the shares of all feed-forward ranks that have the same asking rank as `rank`, in their order.
 
-    The plan may set these shares. Otherwise they follow the published read rates. Each of these ranks gets
-    the same result.
+    The plan may set these shares. Otherwise they follow the published read rates. All these ranks get the
+    same result.
 
     Raises:
         TimeoutError: another rank did not publish its read rate by the deadline.
@@ -77,13 +82,13 @@ def agreed_shares(
     rates = [
         int(
             store.get(
-                _store_key("rate", each), deadline, what=f"read rate of rank {each.rank}", rank=each.rank
+                _store_key("rate", each), deadline, awaited=f"read rate of rank {each.rank}", rank=each.rank
             )
         )
         for each in ranks
     ]
     shares = shares_by_rate(rates)
-    if rank == ranks[0]:  # the log needs the rates once
+    if rank == ranks[0]:  # one rank logs the rates for all
         rates_text = ", ".join(
             f"rank {each.rank} {rate / 1e9:.1f}" for each, rate in zip(ranks, rates, strict=True)
         )
@@ -96,7 +101,7 @@ def agreed_shares(
 
 
 def _shares_follow_rates(ranks: Sequence[RankAssignment]) -> bool:
-    """Returns whether the ranks' shares follow their read rates, because the plan sets none."""
+    """Returns whether shares follow the read rates: there are several ranks, and the plan sets no share."""
     shares = [each.feed_forward.share for each in ranks if each.feed_forward is not None]
     return len(shares) > 1 and not any(shares)
 

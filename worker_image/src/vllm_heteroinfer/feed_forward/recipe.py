@@ -65,7 +65,7 @@ class LayerRecipe:
         activation: value of vLLM's MoEActivation.
         limit: upper limit of gate values, and of the magnitude of up values; None without a limit.
         alpha: factor in the sigmoid of the gate; None for the activation's own factor.
-        beta: addend to up values; None for the activation's own addend.
+        beta: number that is added to up values; None for the activation's own number.
         method: name of vLLM's method that created the parameters.
     """
 
@@ -127,7 +127,7 @@ class Recipe:
     def _row_sizes(self) -> tuple[int, int]:
         """Number of elements of a row, and number of experts that a row chooses.
 
-        All layers use one slab, whose rows have one size.
+        Both are the same in all layers, because all layers use one slab, whose rows have one size.
 
         Raises:
             ContractError: the numbers differ between layers.
@@ -172,7 +172,7 @@ def _describe_topk(topk: int) -> str:
 
 
 def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:
-    """Returns a layer's recipe as JSON. To save space, each parameter and piece is a list."""
+    """Returns a layer's recipe as JSON. To save space, parameters and pieces have no names."""
     plain = {name: getattr(layer, name) for name in LayerRecipe.__slots__ if name != "parameters"}
     parameters = {
         name: [each.shape, each.dtype, [_piece_to_json(piece) for piece in each.pieces]]
@@ -220,11 +220,12 @@ def locate_view(
         offset: number of the tensor's element at which the view begins.
         size: shape of the view.
         strides: strides of the view, in elements.
-        source: strides of the tensor that is copied to the view, in elements, by dimension of the view.
+        source: strides of the tensor whose values are copied into the view, in elements, for each dimension
+            of the view.
 
     Returns:
-        Start and size of the region, and the strides of the copied tensor, by dimension of the contiguous
-        tensor. A dimension in which the view has no extent gets size 1 and stride 0.
+        For each dimension of the contiguous tensor: start and size of the region, and the stride of the
+        copied tensor. A dimension in which the view has one element gets size 1 and stride 0.
 
     Raises:
         ContractError: the view does not cover a rectangular region of the tensor.
@@ -235,16 +236,20 @@ def locate_view(
         start.append(remaining // tensor_stride)
         remaining %= tensor_stride
     region_size, source_strides = [1] * len(shape), [0] * len(shape)
-    # Finds for each dimension of the view the dimension of the tensor with the same stride. Several
-    # dimensions have this stride if some have length 1. So the dimension must also be unused and long enough.
+
+    def fits(dim: int, count: int, stride: int) -> bool:
+        """Returns whether a dimension of the view can lie along dimension `dim` of the tensor.
+
+        The strides must be equal. If the tensor has dimensions of length 1, several dimensions may have this
+        stride, so the dimension must also be unused and long enough.
+        """
+        is_unused = region_size[dim] == 1
+        return tensor_strides[dim] == stride and is_unused and start[dim] + count <= shape[dim]
+
     for count, stride, source_stride in zip(size, strides, source, strict=True):
-        if count == 1:  # a single element has no next one, so the stride has no meaning
+        if count == 1:  # the stride of a single element has no meaning
             continue
-        dims = [
-            dim
-            for dim in range(len(shape))
-            if tensor_strides[dim] == stride and region_size[dim] == 1 and start[dim] + count <= shape[dim]
-        ]
+        dims = [dim for dim in range(len(shape)) if fits(dim, count, stride)]
         if not dims:
             raise ContractError(
                 f"a view of a parameter must be a rectangular region (got a view {tuple(size)} with strides "
@@ -257,16 +262,18 @@ def locate_view(
 def find_missing_values(layer: LayerRecipe) -> list[str]:
     """Returns the parameters and experts of a layer that get no value, or only a part of their values.
 
-    vLLM's method may pad a parameter, so some elements may rightly stay empty. An expert counts as incomplete
-    if another expert has more values, or if no expert has more than half of the parameter.
+    vLLM's method may pad a parameter, so elements of the padding rightly stay empty. An expert counts as
+    incomplete if another expert has more values, or if at most half of the parameter has values in each
+    expert: padding never takes half.
 
     The biases of all experts may be missing, because vLLM creates biases for some checkpoints without them.
     The kernels need neither scales or shapes of inputs nor orders of inputs (`g_idx`).
     """
     missing = []
     for name, parameter in layer.parameters.items():
-        is_missing_bias = "bias" in name and layer.topk and not parameter.pieces
-        if is_missing_bias or any(part in name for part in ("input", "shape", "g_idx")):
+        has_no_biases = "bias" in name and layer.topk and not parameter.pieces
+        is_unneeded = any(part in name for part in ("input", "shape", "g_idx"))
+        if has_no_biases or is_unneeded:
             continue
         num_filled = [0] * layer.experts
         for piece in parameter.pieces:

@@ -1,7 +1,8 @@
 """Records which parts of the checkpoint fill the experts and MLPs of remote layers. Imports vLLM.
 
-vLLM's own method of each remote layer creates its parameters on the meta device. The model's own
-`load_weights` then reads once from tensors that share the memory of the files. Copies are recorded, not done.
+Feed-forward ranks compute the experts or the MLP of a remote layer. vLLM's own method of the layer creates
+the parameters on the meta device (without memory). Then the model's own `load_weights` runs once, with
+tensors that share the memory of the files. Its copies to the parameters are recorded, but not done.
 """
 
 import bisect
@@ -46,7 +47,7 @@ _aten = torch.ops.aten
 
 
 class RemoteExperts:
-    """The experts of a layer that feed-forward ranks compute, while vLLM builds the asking rank's model.
+    """The experts of a remote layer, while vLLM builds the asking rank's model.
 
     Attributes:
         module: vLLM's RoutedExperts.
@@ -62,7 +63,10 @@ class RemoteExperts:
     def create(self, **sizes: Any) -> None:
         """Creates the parameters on the meta device, but small parameters on the CPU.
 
-        Small parameters have a few values per expert, which a loader compares with each other.
+        A small parameter has a few values per expert. A loader compares these values, so they need memory.
+
+        Args:
+            **sizes: arguments of vLLM's `create_weights`.
         """
         before = set(self.module._parameters)
         with torch.device("meta"):
@@ -74,11 +78,11 @@ class RemoteExperts:
             if parameter is None:
                 continue
             if parameter.numel() <= _SMALL * experts:
-                small = torch.ones(parameter.shape, dtype=parameter.dtype, device="cpu")
+                values = torch.ones(parameter.shape, dtype=parameter.dtype, device="cpu")
                 # Keep the class, because vLLM's parameter classes find their loader by a property.
-                real = torch.Tensor._make_subclass(type(parameter), small, False)
-                real.__dict__.update(parameter.__dict__)
-                self.module._parameters[name] = parameter = real
+                with_memory = torch.Tensor._make_subclass(type(parameter), values, False)
+                with_memory.__dict__.update(parameter.__dict__)
+                self.module._parameters[name] = parameter = with_memory
             self.targets[name] = RecordedParameter(parts=(parameter,), shape=parameter.shape)
 
     def begin(self) -> None:
@@ -101,7 +105,7 @@ class RemoteExperts:
         """
         module, config = self.module, self.module.moe_config
         if config.tp_rank:
-            parameters = {name: each for name, each in parameters.items() if name != "w2_bias"}
+            parameters = {name: value for name, value in parameters.items() if name != "w2_bias"}
         return LayerRecipe(
             experts=int(module.local_num_experts),
             topk=int(module.top_k),
@@ -117,7 +121,7 @@ class RemoteExperts:
 
 
 class Recording:
-    """Result of the recording.
+    """Result of `record`.
 
     Attributes:
         recipe: the recipe by which feed-forward ranks read their experts and MLPs.
@@ -138,16 +142,18 @@ def describe_dummy(config: Any, layers: Mapping[int, RemotePart]) -> Recipe:
 
 
 def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart]) -> Recording:
-    """Runs the model's `load_weights` over the files' tensors of remote layers and records the copies.
+    """Runs the model's `load_weights` with the files' tensors of remote layers, and records its copies.
+
+    Logs a warning that names tensors which no layer uses.
 
     Args:
         loader: vLLM's DefaultModelLoader.
         config: vLLM's configuration.
-        layers: parts of the remote layers by layer.
+        layers: experts or MLP of each remote layer.
 
     Raises:
         ContractError: the checkpoint is not in safetensors files, a parameter gets no value, or the loader
-            computes values of a remote part.
+            computes values of a parameter instead of copying them.
     """
     files = MappedFiles()
     names: dict[int, str] = {}  # `_yield_tensors` fills it while the model loads
@@ -159,7 +165,7 @@ def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart
     unused = sorted(set(names.values()) - remote_names - own_names)
     if unused:
         _logger.warning(
-            "%s: no layer uses %d tensors of the checkpoint, so they are not loaded, such as %s",
+            "%s: %d tensors of the checkpoint are not loaded, because no layer uses them (such as %s)",
             config.model_config.model,
             len(unused),
             ", ".join(unused[:_SHOWN]),
@@ -170,7 +176,7 @@ def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart
 def record_load(
     config: Any, files: MappedFiles, layers: Mapping[int, RemotePart], load: Callable[[], object]
 ) -> tuple[Recipe, "Copies"]:
-    """Calls `load`, which loads tensors of `files` into the remote layers, and records its copies.
+    """Calls `load`, and records its copies from `files` to the remote layers. Returns recipe and copies.
 
     Args:
         load: calls the model's loader.
@@ -194,10 +200,10 @@ def record_load(
     for number, layer in recipes.items():
         missing_values = find_missing_values(layer)
         if missing_values:
-            count = len(missing_values) - 1
-            others = f" and {count} other{'s' if count > 1 else ''}" if count else ""
+            num_others = len(missing_values) - 1
+            others = f" and {num_others} other{'s' if num_others > 1 else ''}" if num_others else ""
             raise ContractError(
-                f"{model}: layer {number}: the checkpoint has no values for {missing_values[0]}{others}. "
+                f"{model}: layer {number}: the checkpoint lacks values for {missing_values[0]}{others}. "
                 "Download the model again"
             )
     return _build_recipe(config, recipes, files.files), copies
@@ -250,7 +256,7 @@ def _find_names(addresses: Collection[int], starts: list[int], names: Mapping[in
     """Returns the names of the tensors that contain these addresses.
 
     Args:
-        starts: addresses of the tensors' first bytes, in order.
+        starts: addresses of the tensors' first bytes, ascending.
         names: name of each tensor, by the address of its first byte.
     """
     return {names[starts[bisect.bisect(starts, address) - 1]] for address in addresses}
@@ -264,10 +270,10 @@ def _yield_tensors(
     layers: Collection[int],
     names: dict[int, str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors that may belong to remote layers, under their names in the checkpoint.
+    """Yields the tensors that may belong to remote layers, each with its name in the checkpoint.
 
     Args:
-        names: this function adds the name of each of these tensors, by the address of its first byte.
+        names: gets the name of each yielded tensor, by the address of its first byte.
 
     Raises:
         ContractError: the checkpoint is not in safetensors files.
@@ -308,27 +314,29 @@ def _may_be_remote(name: str, layers: Collection[int]) -> bool:
 
 
 class Copies(TorchDispatchMode):
-    """Records copies to parameters of remote parts, and skips all other copies.
+    """Records copies to the parameters of remote parts, and skips copies to all other parameters.
 
     Attributes:
-        pieces: the pieces that fill each parameter, by layer and parameter.
+        pieces: the pieces that fill each parameter, by layer and name of the parameter.
         remote_tensors: addresses of tensors that are copied to remote parts.
         own_tensors: addresses of tensors that are copied to this rank's own parameters.
+        problems: values that feed-forward ranks could not read from the files, as messages.
     """
 
     def __init__(self, files: MappedFiles, layers: Mapping[int, RemotePart]) -> None:
         """Notes the memory of each parameter of the remote layers, to recognize copies to it."""
         super().__init__()
         self._files = files
-        # By storage: layer, name and shape of the parameter, and its first element in this storage.
+        # For each storage: layer, name and shape of the parameter, and the number of the parameter's element
+        # that is the storage's first element.
         self._targets: dict[int, tuple[int, str, Sequence[int], int]] = {}
         for layer, part in layers.items():
             for name, target in part.targets.items():
                 first_element = 0
-                for each in target.parts:
-                    storage = each.untyped_storage()._cdata
+                for part_of_target in target.parts:
+                    storage = part_of_target.untyped_storage()._cdata
                     self._targets[storage] = (layer, name, target.shape, first_element)
-                    first_element += each.numel()
+                    first_element += part_of_target.numel()
         self.pieces: dict[tuple[int, str], list[Piece]] = {}
         self.remote_tensors: set[int] = set()
         self.own_tensors: set[int] = set()
@@ -349,29 +357,32 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Records a copy to a remote part. For another target, only notes that this rank uses the tensor."""
+        """Records a copy to a remote part. For another target, only notes that this rank uses the tensor.
+
+        Returns the target, as torch's `copy_` does.
+        """
         recorded = self._targets.get(target.untyped_storage()._cdata)
         place_in_file = self._files.find(source)
         if recorded is None:
             if place_in_file is not None:
                 self.own_tensors.add(source.data_ptr())
             return target
-        layer, name, shape, offset = recorded
-        # Like `copy_`, gives the source the target's shape.
+        layer, name, shape, first_element = recorded
+        # As `copy_` does, gives the source the target's shape.
         expanded = (
             source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
         )
         start, size, strides = locate_view(
-            shape, offset + target.storage_offset(), target.shape, target.stride(), expanded.stride()
+            shape, first_element + target.storage_offset(), target.shape, target.stride(), expanded.stride()
         )
         dtype = str(source.dtype).removeprefix("torch.")
         pieces = self.pieces.setdefault((layer, name), [])
         if place_in_file is not None:
             self.remote_tensors.add(source.data_ptr())
-            pieces.append(Piece(start, size, *place_in_file, dtype, strides))
+            file, file_offset = place_in_file
+            pieces.append(Piece(start, size, file, file_offset, dtype, strides))
         elif source.device.type == "cpu" and source.numel() <= _MAX_RECORDED_VALUES:
-            values = expanded.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
-            pieces.append(Piece(start, size, VALUES, 0, dtype, strides, values))
+            pieces.append(Piece(start, size, VALUES, 0, dtype, strides, _hex_digits(expanded)))
         else:
             self.problems.append(
                 f"layer {layer}: the model's loader computes parameter {name}, so feed-forward ranks cannot "
@@ -382,6 +393,11 @@ class Copies(TorchDispatchMode):
         return target
 
 
+def _hex_digits(values: torch.Tensor) -> str:
+    """Returns the bytes of all values, in hexadecimal digits."""
+    return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
+
+
 def _first_number(*values: Any) -> float | None:
-    """Returns the first value that is not None as a float; None if there is none."""
+    """Returns the first value that is not None, as a float; None if all values are None."""
     return next((float(value) for value in values if value is not None), None)

@@ -1,8 +1,9 @@
-"""Relays asks to feed-forward ranks in other pods, in a thread of the asking rank that runs native code.
+"""Relays the asks of an asking rank to feed-forward ranks in other pods.
 
-The slab has a lane for each other pod. The relay answers in these lanes, so the asking rank (a GPU's kernel
-or a host call) need not know of the network. The thread calls neither CUDA nor Python while it runs. Imports
-torch.
+A thread of the asking rank runs C++ code that relays asks. The slab has a lane for each other pod. The relay
+sends each ask to the pod, and writes the pod's answer into the lane. So the code that asks (a kernel of the
+GPU, or a call of the host) does not depend on the network. The thread calls neither CUDA nor Python while it
+runs. Imports torch.
 """
 
 import ctypes
@@ -28,9 +29,9 @@ from vllm_heteroinfer.pod.threads import start_thread
 _logger = logging.getLogger(__name__)
 
 _CHOICE_BYTES: Final = 8
-"""A row's expert and its weight."""
+"""Bytes of one expert of a row in an ask: its number and its weight."""
 _HEADER_BYTES: Final = 40
-"""Size of `Message` in kernels/source/feed_forward_link.cpp, which begins each ask and each answer."""
+"""Size of `Message` in kernels/source/feed_forward_link.cpp. Each ask and each answer begins with it."""
 _SILENT_MACHINE_ERRORS: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
@@ -39,7 +40,7 @@ class RelayedLane:
     """A lane that stands for another pod, and the connection to that pod.
 
     Attributes:
-        lane: number in the asking rank's slab.
+        lane: number of the lane in the asking rank's slab.
         rank: the pod's first feed-forward rank.
     """
 
@@ -55,35 +56,24 @@ def connect_all(
     launch: PodLaunch,
     asking: RankAssignment,
 ) -> tuple[tuple[RelayedLane, ...], tuple[LaneReady, ...]]:
-    """Connects to other pods, and measures each connection.
+    """Connects the asking rank to other pods, and measures each connection.
 
     Args:
-        lanes: lanes of other pods.
-        ready: report of each lane of the slab.
+        lanes: number of each lane of another pod, and the first rank of the pod.
+        ready: reports of the ranks behind all lanes of the slab.
 
     Returns:
-        The connections, and the reports with the time of the network.
+        The connected lanes, and `ready` with the time of the network added to the reports of other pods.
 
     Raises:
-        LaneError: a rank cannot be reached, another process answers at its port, or the connection ended.
+        LaneError: a rank cannot be reached, another process answers at the rank's port, or the connection
+            ended.
     """
     connected_lanes, reports = [], list(ready)
+    ask_bytes = shape.row_bytes + _CHOICE_BYTES * shape.topk  # of one row
     for lane, rank in lanes:
         report = reports[lane]
-        ask_bytes = shape.row_bytes + _CHOICE_BYTES * shape.topk
-        try:
-            connection = pod_link.connect(report.host, report.port, launch, asking.rank, rank)
-            cost = connection.measure(
-                _HEADER_BYTES + ask_bytes, _HEADER_BYTES + shape.row_bytes, shape.max_rows
-            )
-        except ContractError as error:
-            raise LaneError(rank.rank, f"feed-forward rank {rank.rank}: {error}") from error
-        except OSError as error:
-            raise LaneError(
-                rank.rank,
-                f"feed-forward rank {rank.rank}: {report.host} port {report.port} is not reachable from rank "
-                f"{asking.rank} ({error}). Let the pods of a group reach each other at all ports",
-            ) from error
+        connection, cost = _connect(rank, report, shape, ask_bytes, launch, asking)
         _logger.info(
             "feed-forward rank %d in pod %d: the network needs %.0f us for one token and its answer, and "
             "transfers %s per second of long batches",
@@ -101,8 +91,40 @@ def connect_all(
     return tuple(connected_lanes), tuple(reports)
 
 
+def _connect(
+    rank: RankAssignment,
+    report: LaneReady,
+    shape: Shape,
+    ask_bytes: int,
+    launch: PodLaunch,
+    asking: RankAssignment,
+) -> tuple[pod_link.Connection, pod_link.LinkCost]:
+    """Connects the asking rank to the rank of another pod, and measures the connection.
+
+    Args:
+        report: report of `rank`, with its address.
+        ask_bytes: size of an ask of one row, without its header.
+
+    Raises:
+        LaneError: as in `connect_all`.
+    """
+    try:
+        connection = pod_link.connect(report.host, report.port, launch, asking.rank, rank)
+        cost = connection.measure(_HEADER_BYTES + ask_bytes, _HEADER_BYTES + shape.row_bytes, shape.max_rows)
+    except ContractError as error:
+        raise LaneError(rank.rank, f"feed-forward rank {rank.rank}: {error}") from error
+    except OSError as error:
+        raise LaneError(
+            rank.rank,
+            f"feed-forward rank {rank.rank}: rank {asking.rank} has no working connection to {report.host} "
+            f"port {report.port} ({error}). Let the pods of a group reach each other at all ports, and read "
+            f"the log of rank {rank.rank}",
+        ) from error
+    return connection, cost
+
+
 def relay_cpus(env: Mapping[str, str]) -> frozenset[int]:
-    """Returns the CPUs for the relay, which its supervisor set; empty if ranks are not bound to CPUs."""
+    """Returns the CPUs that the supervisor chose for the relay; none if ranks are not bound to CPUs."""
     text = env.get(names.ENV_RELAY_CPUS, "")
     return frozenset(int(cpu) for cpu in text.split(",")) if text else frozenset()
 
@@ -123,16 +145,16 @@ class Relay:
 
         Args:
             spin_ns: time that the relay spins for the next ask, and for answers, before it sleeps.
-            cpus: CPUs for the thread; empty for those of the calling thread.
-            fail: gets the error that ends this rank.
+            cpus: CPUs for the thread; if empty, the thread uses the CPUs of the calling thread.
+            fail: ends this rank with an error.
         """
         self._slab, self._relayed, self._cpus = slab, relayed, cpus
-        self._links = (pod_link.Link * len(relayed))(*(each.connection.link(each.lane) for each in relayed))
+        self._links = (pod_link.Link * len(relayed))(*(lane.connection.link(lane.lane) for lane in relayed))
         self._spin_ns = spin_ns
         start_thread(self._run, name="heteroinfer-relay", failed=fail)
 
     def _run(self) -> None:
-        """Relays asks until the slab is stopped; raises the error of a connection that ended."""
+        """Relays asks until the slab is stopped; raises LaneError if a connection ends."""
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
         result = slab_library.load().heteroinfer_ff_relay(
@@ -146,16 +168,21 @@ class Relay:
             raise self._build_error(result - 1)
 
     def _build_error(self, index: int) -> LaneError:
-        """Returns the error that accuses a pod's first rank of the end of its connection.
+        """Returns the error for a connection that ended. The error accuses the pod's first rank.
 
-        If the rank's process may have ended, waits OWN_REPORT_S first. In this time the pod's own report,
+        If that rank's process may have ended, waits OWN_REPORT_S first. In this time the pod's own report,
         which has the cause, can reach the leader.
+
+        Args:
+            index: index of the connection in `self._relayed`.
         """
         rank, error = self._relayed[index].rank, self._links[index].error
         if error == pod_link.MALFORMED:
             problem = "sent a message that answers no request. Start all pods from one image"
         elif error in _SILENT_MACHINE_ERRORS:
-            problem = f"its machine does not respond ({os.strerror(error)}). Check its node and the network"
+            problem = (
+                f"its machine does not respond ({os.strerror(error)}). Check the rank's node and the network"
+            )
         else:
             time.sleep(OWN_REPORT_S)
             reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(error)
@@ -164,7 +191,7 @@ class Relay:
 
     def describe_ask(self, lane: int) -> str:
         """Describes how far the last ask in a lane got; "" for a lane of this pod."""
-        for each, link in zip(self._relayed, self._links, strict=True):
-            if each.lane == lane:
-                return f" (pod {each.rank.pod}: {pod_link.describe(link)})"
+        for relayed, link in zip(self._relayed, self._links, strict=True):
+            if relayed.lane == lane:
+                return f" (pod {relayed.rank.pod}: {pod_link.describe(link)})"
         return ""

@@ -11,6 +11,7 @@ vllm/model_executor/models/utils.py::make_layers@v0.32.0.
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from vllm_heteroinfer.feed_forward.remote_parts import RemotePart, layer_of
 
 
 class Asks(Protocol):
-    """Sends a layer's inputs to the feed-forward ranks (an "ask"), and returns their answer."""
+    """Sends asks: requests to the feed-forward ranks to compute one layer for some rows."""
 
     def ask(
         self,
@@ -37,7 +38,7 @@ class Asks(Protocol):
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns a layer's feed-forward part of `x`.
+        """Returns the output of a layer's experts or MLP for the rows `x`.
 
         Args:
             x: [rows, hidden], contiguous.
@@ -48,12 +49,12 @@ class Asks(Protocol):
 
 
 _asks_of_process: Asks | None = None
-"""Sends the asks of this process. It is global, because an opaque op cannot refer to an object."""
+"""Sends the asks of this process. It is global, because an op of torch cannot refer to an object."""
 
 
 def connect(asks: Asks) -> None:
-    """Connects all replaced parts of this process's model to `asks`."""
-    global _asks_of_process  # noqa: PLW0603 - an opaque op cannot refer to an object
+    """Makes all replaced experts and MLPs of this process send their asks by `asks`."""
+    global _asks_of_process  # noqa: PLW0603 - an op of torch cannot refer to an object
     _asks_of_process = asks
 
 
@@ -74,9 +75,9 @@ class RemoteMethod(FusedMoEMethodBase):
         self._layer, self._experts, self._records = layer, experts, records
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Creates the parameters on the meta device, so that the recording finds their places in the files.
+        """Creates parameters without memory, for which the recording finds the places in the files.
 
-        Without a recording, removes the parameters at once.
+        If no recording follows, removes the parameters immediately.
         """
         self._experts.create(*args, **kwargs)
         if not self._records:
@@ -100,7 +101,7 @@ class RemoteMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """Returns the sum of the chosen experts' answers, [rows, hidden], without shared experts."""
-        del shared_experts, shared_experts_input  # vLLM's runner computes them on a separate stream
+        del shared_experts, shared_experts_input  # vLLM's runner computes shared experts on another stream
         weights = topk_weights.to(torch.float32)
         if layer.apply_router_weight_on_input:
             x = (x * weights).to(x.dtype)  # each row of such a layer has one expert, and so one weight
@@ -125,11 +126,11 @@ def _fake_mlp(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
 def replace_remote_parts(
     layers: frozenset[int], *, records: bool, first_layer: int = 0
 ) -> Iterator[dict[int, RemotePart]]:
-    """Replaces the feed-forward parts of `layers` in a model that is built inside the context.
+    """Replaces the experts and MLPs of `layers` in a model that vLLM builds inside the context.
 
     Args:
-        first_layer: first decoder layer of the model's stage.
         records: whether `recording.record` follows, which needs the parameters in the model.
+        first_layer: number of the first decoder layer that this rank's stage has.
 
     Yields:
         The replaced parts by layer; complete once the model is built.
@@ -139,14 +140,27 @@ def replace_remote_parts(
     """
     _register_op()
     remote_parts: dict[int, RemotePart] = {}
-    user_offloader = get_offloader()
-    if type(user_offloader) is not NoopOffloader:
-        raise ContractError(
-            f"engine.args: vLLM's {type(user_offloader).__name__} cannot be used in mode FeedForward. Remove "
-            "--cpu-offload-gb and --offload-group-size"
-        )
+    default_offloader, original = _get_default_offloader(), RoutedExperts._get_quant_method
+    replace_mlp = partial(
+        _replace_mlp, remote_parts=remote_parts, layers=layers, records=records, first_layer=first_layer
+    )
+    set_offloader(VisitingOffloader(replace_mlp))
+    RoutedExperts._get_quant_method = _with_remote_methods(original, remote_parts, layers, records=records)
+    try:
+        yield remote_parts
+    finally:
+        RoutedExperts._get_quant_method = original
+        set_offloader(default_offloader)
 
-    original = RoutedExperts._get_quant_method
+
+def _with_remote_methods(
+    original: Callable[..., FusedMoEMethodBase],
+    remote_parts: dict[int, RemotePart],
+    layers: frozenset[int],
+    *,
+    records: bool,
+) -> Callable[..., FusedMoEMethodBase]:
+    """Returns a replacement of vLLM's choice of methods, `original`. It adds experts to `remote_parts`."""
 
     def choose_method(module: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
         """Returns a `RemoteMethod` for the experts of a remote layer, and vLLM's method for other experts."""
@@ -154,7 +168,7 @@ def replace_remote_parts(
         layer = layer_of(prefix)
         if layer not in layers or layer is None:
             return method
-        # An ask has only the layer's number, so lanes could not distinguish two sets of experts.
+        # An ask contains only the layer's number, so ranks could not distinguish two sets of experts.
         if layer in remote_parts:
             raise ContractError(
                 f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (got "
@@ -163,32 +177,47 @@ def replace_remote_parts(
         experts = remote_parts[layer] = RemoteExperts(module, method)
         return RemoteMethod(moe_config, layer, experts, records=records)
 
-    def replace_mlp(index_in_stage: int, layer: torch.nn.Module) -> None:
-        """Replaces the MLP of a remote layer that has no experts."""
-        index = first_layer + index_in_stage
-        # If a layer has experts and a dense MLP (Gemma-4), the MLP stays.
-        if index not in layers or index in remote_parts:
-            return
-        mlp = RecordedMlp.find(index, layer)
-        if mlp is None:  # for example a layer of an encoder, which has the number of a decoder's layer
-            return
-        remote_parts[index] = mlp
-        if not records:
-            mlp.end()
+    return choose_method
 
-    set_offloader(VisitingOffloader(replace_mlp))
-    RoutedExperts._get_quant_method = choose_method
-    try:
-        yield remote_parts
-    finally:
-        RoutedExperts._get_quant_method = original
-        set_offloader(user_offloader)
+
+def _replace_mlp(
+    index_in_stage: int,
+    layer: torch.nn.Module,
+    *,
+    remote_parts: dict[int, RemotePart],
+    layers: frozenset[int],
+    records: bool,
+    first_layer: int,
+) -> None:
+    """Replaces the MLP of a remote layer that has no experts, and adds the MLP to `remote_parts`."""
+    index = first_layer + index_in_stage
+    # If a layer has experts, too (Gemma-4), its MLP stays in this rank.
+    if index not in layers or index in remote_parts:
+        return
+    mlp = RecordedMlp.find(index, layer)
+    if mlp is None:  # for example a layer of an encoder, which has the number of a decoder's layer
+        return
+    remote_parts[index] = mlp
+    if not records:
+        mlp.end()
+
+
+def _get_default_offloader() -> NoopOffloader:
+    """Returns vLLM's offloader; raises ContractError if the user enabled one that does something."""
+    offloader = get_offloader()
+    if type(offloader) is not NoopOffloader:
+        raise ContractError(
+            f"engine.args: vLLM's {type(offloader).__name__} cannot be used in mode FeedForward. Remove "
+            "--cpu-offload-gb and --offload-group-size"
+        )
+    return offloader
 
 
 class VisitingOffloader(NoopOffloader):
-    """Visits each layer right after its construction, so at most one removed part uses memory at a time.
+    """Visits each layer right after its construction. vLLM passes all layers to its offloader.
 
-    vLLM builds the layers of the rank's own stage only.
+    So at most one MLP that will be removed uses memory at a time. vLLM builds only the layers of the rank's
+    own stage.
     """
 
     def __init__(self, visit: Callable[[int, torch.nn.Module], None]) -> None:

@@ -21,10 +21,10 @@ def layer_of(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedParameter:
-    """A parameter of the recipe.
+    """A parameter of the recipe, and the tensors of the model that it consists of.
 
     Attributes:
-        parts: tensors of the model that fill the parameter one after another.
+        parts: these tensors, in the order of their elements in the parameter.
         shape: shape of the parameter. The first dimension counts experts.
     """
 
@@ -37,7 +37,7 @@ class RemotePart(Protocol):
 
     @property
     def targets(self) -> Mapping[str, RecordedParameter]:
-        """The parameters without memory, by the names of experts' parameters."""
+        """The parameters, which have no memory. Those of an MLP have the names of an expert's parameters."""
 
     def begin(self) -> None:
         """Prepares the model for its loader, whose copies to `targets` are recorded."""
@@ -50,7 +50,13 @@ class RemotePart(Protocol):
 
 
 def check_found(found_layers: Iterable[int], planned_layers: Iterable[int], model: str) -> None:
-    """Raises ContractError unless every planned layer has a part that other ranks can compute."""
+    """Raises ContractError if a planned layer has no experts and no MLP that other ranks can compute.
+
+    Args:
+        found_layers: layers whose experts or MLP were found in the model.
+        planned_layers: layers that the plan gives to feed-forward ranks.
+        model: name of the model, for the message.
+    """
     missing = sorted(set(planned_layers) - set(found_layers))
     if missing:
         raise ContractError(

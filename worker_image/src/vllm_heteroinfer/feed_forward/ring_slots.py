@@ -1,6 +1,7 @@
-"""Divides the memory of the GPU's ring into slots, and chooses the slot for each copy of experts. PURE.
+"""Divides the GPU's ring into slots, and chooses the slot for each copy of experts. PURE.
 
-A slot has packed experts of one layer. Slots are used in turn.
+The ring is the part of the GPU's memory for copied experts. A slot has packed experts of one layer. Slots are
+used in turn.
 """
 
 from dataclasses import dataclass
@@ -50,8 +51,8 @@ def ring_sizes(
         arrays: maximum number of arrays in a slot; each of them is aligned.
         most_experts: number of experts in the largest layer.
     """
-    padding = arrays * ALIGNED  # aligning each array adds less than ALIGNED bytes
-    bytes_for_experts = num_bytes - SLOTS * (padding + ALIGNED)  # `align` below may add up to ALIGNED bytes
+    padding = arrays * ALIGNED  # the alignment of an array adds less than ALIGNED bytes
+    bytes_for_experts = num_bytes - SLOTS * (padding + ALIGNED)  # ALIGNED more for `align` below
     num_fitting = bytes_for_experts // (SLOTS * packed_bytes + dense_bytes)
     experts = max(1, min(num_fitting, most_experts))
     return RingSizes(
@@ -76,9 +77,9 @@ class SlotContent:
 
 
 class SlotOrder:
-    """Chooses the slot for each copy. A slot that was copied early stays reserved for its content.
+    """Chooses the slot for each copy. The slot of an early copy stays reserved for its content.
 
-    The reservation ends with the first use, or when all slots were used in turn.
+    The reservation ends with the first use of the content, or when the slot's next turn comes.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,8 @@ class SlotOrder:
     def take_early(self, content: SlotContent) -> int | None:
         """Returns the slot for content that is used later; None if no copy is needed or possible.
 
-        No copy is needed if a slot has the content, and none is possible if all slots wait for their use.
+        No copy is needed if a slot is reserved for this content already. No copy is possible if all slots are
+        reserved.
         """
         if len(self._early) == SLOTS or any(each.includes(content) for each in self._early.values()):
             return None
@@ -107,7 +109,7 @@ class SlotOrder:
         return slot
 
     def _advance(self) -> int:
-        """Returns the next slot in turn."""
+        """Returns the slot whose turn it is, and moves the turn to the next slot."""
         slot = self._next
         self._next = (slot + 1) % SLOTS
         return slot

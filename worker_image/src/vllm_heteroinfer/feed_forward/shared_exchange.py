@@ -1,8 +1,9 @@
 """Computes some experts of long batches on the GPU, with weights copied from feed-forward ranks of its pod.
 
-The GPU copies the packed weights of these experts into the slots of a ring, unpacks them, and computes.
-Meanwhile the ranks compute the layer's other experts. The number of experts on the GPU depends only on the
-number of rows. So no host thread waits for the router's choice of experts, and copies start before it.
+The GPU copies the packed weights of these experts into the slots of a ring (a part of its memory), unpacks
+them, and computes. At the same time, the ranks compute the layer's other experts. The number of experts on
+the GPU depends only on the number of rows. So no host thread waits for the router's choice of experts, and
+copies start before this choice.
 
 | module | content |
 |---|---|
@@ -42,13 +43,13 @@ from vllm_heteroinfer.feed_forward.weight_ring import COPY, UNPACK, WeightRing
 _logger = logging.getLogger(__name__)
 
 COMPUTE: Final = "compute"
-"""Name of the GPU's computing in `StreamTimes`; the ring records COPY and UNPACK there."""
+"""Name of the GPU's computing in `StreamTimes`. The ring records its work as COPY and UNPACK."""
 REPEATS: Final = 3
-"""How often one measurement computes the same layer, without a pause."""
+"""Number of times that one measurement computes the same layer, without a pause."""
 
 
 class GpuExpertMeter(Protocol):
-    """Counts the GPU's part of the experts.
+    """Counts layers in which the GPU computed some experts.
 
     Attributes:
         is_users_step: whether the present step computes requests of users.
@@ -69,12 +70,12 @@ def let_gpu_compute_experts(
 ) -> Any:
     """Returns a SharedExchange, or `exchange` if the GPU cannot copy the ranks' weights.
 
-    Some machines cannot pin that much memory for the GPU. CPU ranks then compute all experts, as in short
+    Some machines cannot pin memory of this size for the GPU. CPU ranks then compute all experts, as in short
     batches.
 
     Args:
         report: called with `SharedExchange.first_rows`, or with 0 if the GPU computes no experts.
-        **options: of SharedExchange.
+        **options: keyword arguments of SharedExchange.
     """
     try:
         shared = SharedExchange(exchange, recipe, offers, **options)
@@ -118,7 +119,7 @@ class SharedExchange:
             captured_rows: maximum number of rows of a captured CUDA graph. CPUs compute all experts of
                 batches up to this size, because a graph contains asks to the ranks only.
             meter: counts each layer of users' steps in which the GPU computed some experts. Gaps between
-                layers are measured in these steps only, because compilers may run in vLLM's warm-up.
+                layers are measured in users' steps only, because compilers may run in vLLM's warm-up.
 
         Raises:
             ContractError: this process cannot map the weights of a rank.
@@ -133,21 +134,10 @@ class SharedExchange:
         started = time.perf_counter()
         _logger.info("mapping the weights of the feed-forward ranks and measuring the speed of GPU and CPUs")
 
-        memories = {rank: map_weights(offer, rank) for rank, offer in offers.items()}
-
-        def register(rank: int) -> torch.Tensor:
-            """Lets the GPU copy from a rank's weights, and returns their memory."""
-            register_memory(memories[rank])
-            return memories[rank]
-
         with torch.cuda.device(device):
-            self._layers = find_gpu_layers(recipe, offers, register)
+            self._layers = self._find_layers(offers)
             if not self._layers:
-                _logger.warning(
-                    "the plan lets the GPU compute experts of long batches, but the GPU can do so for no "
-                    "layer. The warnings above have the reasons"
-                )
-                return  # without a ring: `ask` uses it only for layers in `self._layers`
+                return  # no ring is needed
             layers = list(self._layers.values())
             self._first_layer, self._last_layer = layers[0], layers[-1]
             self._ring = WeightRing(layers, ring_bytes, self._dtype, Unpacker(device), self.times)
@@ -166,6 +156,23 @@ class SharedExchange:
             time.perf_counter() - started,
         )
 
+    def _find_layers(self, offers: Mapping[int, OfferedWeights]) -> dict[int, GpuLayer]:
+        """Returns the layers whose experts the GPU can compute. Maps the ranks' weights for the GPU."""
+        memories = {rank: map_weights(offer, rank) for rank, offer in offers.items()}
+
+        def register(rank: int) -> torch.Tensor:
+            """Lets the GPU copy a rank's weights. Returns the memory of the weights."""
+            register_memory(memories[rank])
+            return memories[rank]
+
+        layers = find_gpu_layers(self._recipe, offers, register)
+        if not layers:
+            _logger.warning(
+                "the plan lets the GPU compute experts of long batches, but the GPU cannot compute the "
+                "experts of any layer, so CPU ranks compute all. The warnings above contain the reasons"
+            )
+        return layers
+
     def ask(
         self,
         layer: int,
@@ -174,13 +181,13 @@ class SharedExchange:
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Computes a layer's experts like `remote.Asks`.
+        """Returns the output of a layer's experts, as `remote.Asks.ask` does.
 
-        The result is valid once the stream has done the work so far.
+        The result is valid once the current stream has done its work so far.
         """
         gpu_layer, rows = self._layers.get(layer), x.shape[0]
-        # Short batches use the ranks only, even if no graph is being captured: the warm-up passes before a
-        # capture must compute in the same way as the captured graph.
+        # CPU ranks compute short batches alone, even if no graph is being captured: the warm-up passes before
+        # a capture must compute in the same way as the captured graph.
         if gpu_layer is None or ids is None or weights is None or rows <= self._captured_rows:
             return self._exchange.ask(layer, x, ids, weights, padding)
         is_users_step = self._meter.is_users_step
@@ -220,7 +227,7 @@ class SharedExchange:
         weights: torch.Tensor,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Computes `gpu_experts` experts on the GPU and the others on the ranks. Returns the sum."""
+        """Returns the sum of all experts. The GPU computes `gpu_experts` experts, the ranks the others."""
         if gpu_experts == layer.recipe.experts:
             return self._compute(layer, gpu_experts, x, ids, weights).to(x.dtype)
         rank_ids = self._expert_choices(layer).mask_gpu_experts(ids, gpu_experts)
@@ -246,7 +253,7 @@ class SharedExchange:
     def _copy_first_layer_early(self, gpu_experts: int) -> None:
         """Starts to copy the first layer's experts for the next step, while the link is free.
 
-        Expects that the next step needs as many experts as this step.
+        The next step probably needs as many experts on the GPU as this step.
         """
         layer = self._first_layer
         ranges = self._expert_choices(layer).gpu_ranges(min(gpu_experts, layer.recipe.experts))
@@ -267,31 +274,8 @@ class SharedExchange:
         weights = torch.full((most, topk), 1 / topk, device=self._device)
 
         def run(rows: int, gpu_experts: int) -> LayerTimes:
-            """Computes the layer REPEATS times with `gpu_experts` experts on the GPU. Returns its times."""
-            row_ids, row_weights = ids[:rows], weights[:rows]
-            torch.cuda.synchronize()
-            busy_before_ns = self._read_busy_ns()
-            answer_events = []
-            with self.times.recording() as spans:
-                for _ in range(REPEATS):
-                    if gpu_experts:
-                        self._compute_with_ranks(layer, gpu_experts, x[:rows], row_ids, row_weights, None)
-                    else:
-                        self._exchange.ask(layer.number, x[:rows], row_ids, row_weights, None)
-                    answer_events.append(torch.cuda.Event(enable_timing=True))
-                    answer_events[-1].record()
-                torch.cuda.synchronize()
-            slowest_busy_ns = max(
-                after_ns - before_ns
-                for before_ns, after_ns in zip(busy_before_ns, self._read_busy_ns(), strict=True)
-            )
-            first_to_last_s = answer_events[0].elapsed_time(answer_events[-1]) / 1e3
-            return LayerTimes(
-                period_s=first_to_last_s / (REPEATS - 1),
-                cpu_s=slowest_busy_ns / 1e9 / REPEATS,
-                copy_s=total_s(spans.get(COPY, [])) / REPEATS,
-                compute_s=total_s([*spans.get(UNPACK, []), *spans.get(COMPUTE, [])]) / REPEATS,
-            )
+            """Returns the times of the layer with this number of rows and of experts on the GPU."""
+            return self._time_layer(layer, gpu_experts, x[:rows], ids[:rows], weights[:rows])
 
         started = time.perf_counter()
         self._compile_kernels(layer, x, ids, weights)
@@ -306,12 +290,41 @@ class SharedExchange:
         )
         return balance
 
+    def _time_layer(
+        self, layer: GpuLayer, gpu_experts: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> LayerTimes:
+        """Computes a layer REPEATS times with `gpu_experts` experts on the GPU. Returns its average times."""
+        torch.cuda.synchronize()
+        busy_before_ns = self._read_busy_ns()
+        answer_events = []
+        with self.times.recording() as spans:
+            for _ in range(REPEATS):
+                if gpu_experts:
+                    self._compute_with_ranks(layer, gpu_experts, x, ids, weights, None)
+                else:
+                    self._exchange.ask(layer.number, x, ids, weights, None)
+                answer_events.append(torch.cuda.Event(enable_timing=True))
+                answer_events[-1].record()
+            torch.cuda.synchronize()
+        slowest_busy_ns = max(
+            after_ns - before_ns
+            for before_ns, after_ns in zip(busy_before_ns, self._read_busy_ns(), strict=True)
+        )
+        first_to_last_s = answer_events[0].elapsed_time(answer_events[-1]) / 1e3
+        return LayerTimes(
+            period_s=first_to_last_s / (REPEATS - 1),  # REPEATS answers have one interval less
+            cpu_s=slowest_busy_ns / 1e9 / REPEATS,
+            copy_s=total_s(spans.get(COPY, [])) / REPEATS,
+            compute_s=total_s([*spans.get(UNPACK, []), *spans.get(COMPUTE, [])]) / REPEATS,
+        )
+
     def _compile_kernels(
         self, layer: GpuLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> None:
         """Computes one expert with each kernel that batches need, so that no request waits for a compiler."""
         unit = slot_experts.ROW_UNIT
-        first = (self._captured_rows // unit + 1) * unit  # padded rows of the shortest shared batch
+        # Number of rows, with padding, of the shortest batch for which the GPU may compute experts.
+        first = (self._captured_rows // unit + 1) * unit
         possible_rows = range(first, max(first, len(x)) + unit, unit)
         for rows in slot_experts.rows_of_each_kernel(
             layer.recipe, self._ring.slot_experts, self._dtype, possible_rows

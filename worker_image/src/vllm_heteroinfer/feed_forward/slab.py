@@ -1,8 +1,9 @@
-"""The memory for asks and answers of feed-forward ranks, and the proof that both sides map the same memory.
+"""The slab: shared memory for asks and answers of feed-forward ranks.
 
-The slab is a memfd of the asking rank. Its feed-forward ranks open it through /proc, like the bridge's slab
-(distributed/bridge/bridge_slab.py). So nothing remains after the processes end, and /dev/shm is not used.
-The ranks share a PID namespace, because they run in one pod.
+A nonce proves that the asking rank and a feed-forward rank map the same memory. The slab is a memfd of the
+asking rank. Its feed-forward ranks open it through /proc, like the bridge's slab
+(distributed/bridge/bridge_slab.py). So nothing remains after the processes end, and /dev/shm is not used. The
+ranks share a PID namespace, because they run in one pod.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ ASK_OFFSET, BELL_OFFSET, END_OFFSET, LANES_OFFSET, LANE_BYTES = 128, 256, 384, 5
 """The same as in kernels/source/feed_forward_slab.h and kernels.cu."""
 ASK_LAYER_OFFSET, ASK_ROWS_OFFSET, STEPS_OFFSET = ASK_OFFSET + 8, ASK_OFFSET + 12, BELL_OFFSET + 4
 FAILED_OFFSET, CHECKS_OFFSET, GIVEN_UP_OFFSET = END_OFFSET + 4, END_OFFSET + 8, END_OFFSET + 12
-"""Offsets of words in `Ask`, `Bell` and `End` of kernels/source/feed_forward_slab.h."""
+"""Offsets of the fields of `Ask`, `Bell` and `End` in kernels/source/feed_forward_slab.h."""
 NONCE_OFFSET: Final = 16
 NONCE_BYTES: Final = 16
 DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -39,12 +40,14 @@ _HEADER: Final = struct.Struct("=QIQIIIII")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes and types of a slab; both sides must use the same.
+    """Sizes and types of a slab. The asking rank and its feed-forward ranks must use the same.
 
     Attributes:
         hidden: elements per row.
         topk: experts per row; 0 for dense models.
+        max_rows: number of rows of the longest ask.
         dtype: type of rows and answers: `float32`, `bfloat16` or `float16`.
+        lanes: number of lanes.
     """
 
     epoch: int
@@ -104,7 +107,7 @@ class Shape:
         return int(layout.y + self.lanes * layout.y_stride)
 
     def header(self) -> bytes:
-        """Returns the slab's first bytes, which both sides compare."""
+        """Returns the slab's first bytes, by which a rank checks that the slab has the expected shape."""
         return _HEADER.pack(
             MAGIC,
             VERSION,
@@ -133,7 +136,7 @@ def _round_up_to_pages(num_bytes: int) -> int:
 
 
 def shape_of(recipe: Recipe, epoch: int, lanes: int) -> Shape:
-    """Returns the shape of the slab through which a recipe's layers are computed."""
+    """Returns the shape of the slab for the asks of a recipe's layers."""
     return Shape(
         epoch=epoch,
         hidden=recipe.hidden,
@@ -149,6 +152,8 @@ class Offer(codec.JsonValue):
     """Location of the asking rank's slab.
 
     Attributes:
+        pid: process ID of the asking rank, in the PID namespace of the pod.
+        fd: descriptor of the slab's memfd in the asking rank.
         name: name of the memfd, to detect another file with the same descriptor number.
     """
 
@@ -224,13 +229,13 @@ class Slab:
 
     @property
     def device_gave_up(self) -> bool:
-        """Whether the device stopped waiting for an answer."""
+        """Whether the GPU stopped waiting for an answer."""
         return bool(self._read_word(FAILED_OFFSET, "=I"))
 
     @property
     def given_up_lane(self) -> int | None:
-        """The lane for which the device waited when it gave up; None if it never did."""
-        word = self._read_word(GIVEN_UP_OFFSET, "=I")
+        """The lane for which the GPU waited when it gave up; None if it never gave up."""
+        word = self._read_word(GIVEN_UP_OFFSET, "=I")  # 1 + the lane, or 0
         return word - 1 if word else None
 
     def read_lane(self, lane: int) -> "LaneView":
@@ -245,17 +250,17 @@ class Slab:
     def add_check(self) -> None:
         """Adds 1 to the count of checks of the asking rank's `Watch`.
 
-        As long as the count does not grow, the host may be stopped. So the device keeps waiting for answers.
+        If the count does not grow, the host may be stopped, so the GPU keeps waiting for answers.
         """
         ctypes.c_uint32.from_address(self.address + CHECKS_OFFSET).value = self.checks + 1
 
     def write_nonce(self, lane: int, nonce: bytes) -> None:
-        """Writes a lane's nonce for the asking rank."""
+        """Writes a lane's nonce, which proves to the asking rank that this process maps its slab."""
         start = LANES_OFFSET + lane * LANE_BYTES + NONCE_OFFSET
         self._memory[start : start + NONCE_BYTES] = nonce
 
     def stop(self) -> None:
-        """Ends every wait on this slab, in every process that has it."""
+        """Ends every wait on this slab, in every process that maps the slab."""
         slab_library.load().heteroinfer_ff_stop(ctypes.c_void_p(self.address))
 
     def wake_lanes(self) -> None:
@@ -277,9 +282,9 @@ class LaneView:
         nonce: proof that the feed-forward rank maps this memory.
         busy_ns: total nanoseconds of computing.
         idle_ns: total nanoseconds of waiting for asks.
-        asks: number of answered asks.
-        rows: number of computed rows.
-        experts: number of experts whose weights the rank read; an MLP counts as one per ask.
+        asks: total number of answered asks.
+        rows: total number of computed rows.
+        experts: total number of experts whose weights the rank read; an MLP counts as one expert per ask.
         seen: number of the ask in progress.
     """
 
@@ -324,8 +329,8 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
 def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
     """Raises ContractError if a slab has another shape than the rank `reader` expects.
 
-    The slab's topk may be larger than expected, because a rank that computes MLPs reads no choices of
-    experts.
+    The slab may have a larger topk than expected: a rank that computes MLPs expects topk 0, because it does
+    not read the choices of experts.
 
     Args:
         reader: name of the rank that maps the slab, for the message.
@@ -338,10 +343,10 @@ def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
     if offered.topk > expected.topk:
         differing.remove("topk")
     if differing:
-        right = ", ".join(f"{name} {getattr(expected, name)}" for name in differing)
+        required = ", ".join(f"{name} {getattr(expected, name)}" for name in differing)
         got = ", ".join(str(getattr(offered, name)) for name in differing)
         raise ContractError(
-            f"{reader}: the shared memory must have {right} (got {got}). {remedy_for_slab(differing)}"
+            f"{reader}: the shared memory must have {required} (got {got}). {remedy_for_slab(differing)}"
         )
 
 

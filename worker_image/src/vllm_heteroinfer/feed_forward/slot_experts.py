@@ -25,7 +25,10 @@ ROW_UNIT: Final = 16
 def pad_rows(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns rows, ids and weights with more rows of weight 0, up to a multiple of ROW_UNIT rows."""
+    """Appends rows of zeros up to a multiple of ROW_UNIT rows. Returns rows, ids and weights.
+
+    Added rows have weight 0, so they do not change the result.
+    """
     num_added = -x.shape[0] % ROW_UNIT
     if not num_added:
         return x, ids, weights
@@ -44,7 +47,8 @@ def compute_slot(
 
     Args:
         rows: the result of `pad_rows`.
-        expert_map: each expert's index in the slot, -1 for experts of other slots; int32 [experts].
+        expert_map: int32 [experts]: index of each expert of the layer in the slot; -1 if the slot lacks the
+            expert.
     """
     x, ids, weights = rows
     return fused_experts(
@@ -60,19 +64,20 @@ def compute_slot(
 
 
 def rows_of_each_kernel(
-    recipe: LayerRecipe, slot_experts: int, dtype: torch.dtype, rows: Sequence[int]
+    recipe: LayerRecipe, slot_experts: int, dtype: torch.dtype, possible_rows: Sequence[int]
 ) -> list[int]:
-    """Returns one number of rows for each kernel that vLLM would compile for these numbers.
+    """Returns one number of rows for each kernel that vLLM would compile for the possible numbers.
 
-    Computing a slot with each returned number compiles all kernels before requests need them.
+    If a caller computes a slot once with each returned number, vLLM has compiled all kernels before requests
+    need them.
 
     Args:
         slot_experts: number of experts in a slot.
-        rows: possible numbers of rows, multiples of ROW_UNIT.
+        possible_rows: numbers of rows that a batch may have, multiples of ROW_UNIT.
     """
 
     def kernel_settings(num_rows: int) -> object:
-        """Returns vLLM's settings of the kernel for a number of rows."""
+        """Returns vLLM's settings of the kernel for a number of rows. Equal settings mean the same kernel."""
         settings: dict[str, object] = try_get_optimal_moe_config(
             (slot_experts, 2 * recipe.inner, recipe.hidden),  # shape of w13
             (slot_experts, recipe.hidden, recipe.inner),  # shape of w2
@@ -82,4 +87,4 @@ def rows_of_each_kernel(
         )
         return tuple(sorted(settings.items()))
 
-    return first_of_each_kind(kernel_settings, rows)
+    return first_of_each_kind(kernel_settings, possible_rows)

@@ -12,8 +12,8 @@ from typing import Final
 from heteroinfer_contract.gpu_experts import LEAST_GAIN, LEAST_ROWS
 
 TRIES: Final = 2
-"""Measurements for each number of rows in which GPU and CPUs share a layer. Each divides the experts as the
-previous measurement found best."""
+"""Number of measurements with GPU and CPUs together, for each number of rows. Each measurement divides the
+experts as was best according to the previous measurement."""
 LONGEST_S: Final = 0.7
 """If CPUs alone take more seconds for a layer than this, larger numbers of rows are not measured."""
 
@@ -61,9 +61,9 @@ class Measured:
     def gpu_experts(self, gap_s: float, ahead: int) -> int:
         """Returns the number of experts on the GPU with which a step takes the least time.
 
-        GPU and CPUs finish together at the best division, so a binary search finds it. A simpler choice wins
-        unless the other choice is clearly faster (LEAST_GAIN): all experts on the GPU are simpler than a
-        division, and no experts on the GPU are the simplest.
+        GPU and CPUs finish together at the best division, so a binary search finds this division. A simpler
+        choice wins unless another choice is clearly faster (LEAST_GAIN). No experts on the GPU are the
+        simplest choice, then all experts on the GPU, then a division.
 
         Args:
             gap_s: time between a layer's answer and the next ask.
@@ -76,8 +76,8 @@ class Measured:
                 high = middle
             else:
                 low = middle + 1
-        # The times meet between this number and the one below it. The faster of the two is best.
-        best = min((max(low - 1, 0), low), key=lambda each: self.period_s(each, gap_s, ahead))
+        # GPU and CPUs finish together between `low - 1` and `low` experts. The faster of the two is best.
+        best = min((max(low - 1, 0), low), key=lambda number: self.period_s(number, gap_s, ahead))
         best_s = self.period_s(best, gap_s, ahead)
         gpu_alone_s = self.period_s(self.experts, gap_s, ahead)
         if best < self.experts and best_s > LEAST_GAIN * gpu_alone_s:
@@ -125,14 +125,15 @@ class Measured:
         )
 
     def extrapolate(self, rows: int) -> "Measured":
-        """Returns the times for more rows: all grow in proportion, except those of copies.
+        """Returns the times for more rows: all times grow in proportion, except the time of copies.
 
-        The time of the GPU alone grows only once its computation takes longer than its copies.
+        The time of the GPU alone grows only after computing takes longer than copying.
         """
         factor = rows / self.rows
-        copies = {"copy_s": self.copy_s, "gpu_alone_s": max(self.gpu_alone_s, factor * self.compute_s)}
-        grown = {name: factor * getattr(self, name) for name in _SECONDS if name not in copies}
-        return Measured(rows=rows, experts=self.experts, **grown, **copies)
+        times = {name: factor * getattr(self, name) for name in _SECONDS}
+        times["copy_s"] = self.copy_s
+        times["gpu_alone_s"] = max(self.gpu_alone_s, times["compute_s"])
+        return Measured(rows=rows, experts=self.experts, **times)
 
 
 _SECONDS: Final = ("cpus_alone_s", "exchange_s", "gpu_alone_s", "cpu_s", "copy_s", "compute_s")
@@ -151,7 +152,7 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
     """
     measured: list[Measured] = []
     gpu_experts = experts // 2
-    run(sizes[0], gpu_experts)  # its times do not count: it also builds tables and loads kernels
+    run(sizes[0], gpu_experts)  # the times of this run do not count: it also builds tables and loads kernels
     for rows in sizes:
         cpus_alone = _run_twice(run, rows, gpu_experts=0)
         gpu_alone = _run_twice(run, rows, gpu_experts=experts)
@@ -174,9 +175,9 @@ def measure(run: Callable[[int, int], LayerTimes], sizes: Sequence[int], experts
                 )
             )
             best = tries[-1].gpu_experts(gap_s=0.0, ahead=experts)
-            gpu_experts = min(max(best, 1), experts - 1)  # to measure a side, it needs an expert
+            gpu_experts = min(max(best, 1), experts - 1)  # GPU and CPUs need an expert each, to be measured
         # Keeps the fastest try, because other load on the host only adds time.
-        measured.append(min(tries, key=lambda each: each.copy_s + each.cpu_s + each.compute_s))
+        measured.append(min(tries, key=lambda times: times.copy_s + times.cpu_s + times.compute_s))
         if cpus_alone.period_s > LONGEST_S:
             break
     return measured
@@ -194,7 +195,7 @@ class Balance:
     """Chooses the number of experts on the GPU for each number of rows, from measurements of equal layers."""
 
     def __init__(self, measured: Sequence[Measured]) -> None:
-        """Takes measurements in the order of their numbers of rows, ascending."""
+        """Takes measurements sorted by their number of rows, the fewest rows first."""
         self.measured = measured
         self._rows = [each.rows for each in measured]
 
@@ -219,7 +220,7 @@ class Balance:
 
     def _times_for(self, rows: int) -> Measured:
         """Returns the times for `rows`, which must be at least the first measurement's number of rows."""
-        index = bisect_left(self._rows, rows)  # of the first measurement with at least this number of rows
+        index = bisect_left(self._rows, rows)  # index of the first measurement with at least `rows` rows
         if index == len(self._rows):
             return self.measured[-1].extrapolate(rows)
         above = self.measured[index]
@@ -264,9 +265,9 @@ class Gaps:
 def rows_to_measure(captured_rows: int, most: int) -> Iterator[int]:
     """Yields the numbers of rows for which the worker measures a layer, in ascending order.
 
-    The first is the smallest number for which the GPU may compute experts: at least LEAST_ROWS, and more rows
-    than the largest captured CUDA graph, because a captured graph cannot copy experts. Powers of two follow,
-    then `most`. If `most` is smaller than the first number, only `most` is measured.
+    The first number is the smallest for which the GPU may compute experts: at least LEAST_ROWS, and more
+    than the rows of the largest captured CUDA graph, because a captured graph cannot copy experts. Powers of
+    two follow, then `most`. Yields only `most` if it is smaller than the first number.
 
     Args:
         captured_rows: rows of the largest captured CUDA graph; 0 without graphs.
@@ -280,7 +281,11 @@ def rows_to_measure(captured_rows: int, most: int) -> Iterator[int]:
 
 
 def first_of_each_kind(kind: Callable[[int], object], numbers: Sequence[int]) -> list[int]:
-    """Returns the first number of each kind, in the order of `numbers`."""
+    """Returns, for each kind of number, the first number of this kind, in the order of `numbers`.
+
+    Args:
+        kind: returns the kind of a number.
+    """
     found: dict[object, int] = {}
     for number in numbers:
         found.setdefault(kind(number), number)

@@ -9,17 +9,18 @@ import torch
 from vllm_heteroinfer.feed_forward.stream_balance import Gaps
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Begin and end of a piece of work in a stream."""
 
 
 class StreamTimes:
-    """Records how long work takes in a stream, inside of `recording`."""
+    """Records how long work takes in a stream. Records nothing outside of `recording`."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[Events]] | None = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[dict[str, list[Events]]]:
-        """Turns the recording on in this context. Yields the work's begin and end events, by its name."""
+        """Turns the recording on in this context. Yields the events of the recorded work, by its name."""
         self._spans = {}
         try:
             yield self._spans
@@ -28,7 +29,11 @@ class StreamTimes:
 
     @contextlib.contextmanager
     def span(self, work: str, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Records begin and end of the work that this context puts into a stream, if `recording` is on."""
+        """Records begin and end of the work that this context puts into `stream`, if `recording` is on.
+
+        Args:
+            work: name of the work.
+        """
         if self._spans is None:
             yield
             return
@@ -57,11 +62,14 @@ class GapTimes:
         self._unread: deque[tuple[int, Events]] = deque()
 
     def gap_s(self, rows: int) -> float:
-        """Returns the expected seconds with `rows` rows; 0 before the first measurement."""
+        """Returns the expected gap in seconds for a step with `rows` rows; 0 before the first measurement."""
         return self._gaps.gap_s(rows)
 
     def note_ask(self, layer: int, rows: int) -> None:
-        """Ends a gap at this place of the stream, and reads the gaps whose end the device has reached."""
+        """Ends a gap at this place of the stream, and reads the gaps whose end the device has reached.
+
+        Ignores the gap between two steps: the layers of a step ascend and have the same number of rows.
+        """
         if self._last_answer is not None:
             answered_layer, answered_rows, answer_event = self._last_answer
             self._last_answer = None

@@ -1,7 +1,7 @@
 // A CUDA kernel that unpacks weights of experts to plain matrices, for long batches of which a GPU computes some experts.
 //
-// Its input is a copy of what kernels/source/coded.h describes (and linear.h for weights without headers): blocks of 32
-// columns, each a header and units of 32 inputs. NVRTC compiles this file when a rank starts, so it includes no other headers.
+// kernels/source/coded.h describes the packed weights (linear.h describes weights without headers): blocks of 32
+// columns, each with a header and units of 32 inputs. NVRTC compiles this file when a rank starts, so it includes no other headers.
 
 #include "conversions.cuh"
 
@@ -24,7 +24,7 @@ enum { kBf16, kF16, kFp8, kInt8, kInt4, kFp4 };
 enum { kNoScale, kBlockF32, kColumnF32, kColumnBf16, kColumnF16, kColumnE8m0, kColumnE4m3 };
 constexpr u32 kColumns = 32, kUnit = 32, kUnits = 4, kThreads = 256;  // kUnits: units that one thread block writes
 
-// float32 of an e4m3fn number, exact.
+// float32 of an e4m3fn number, exact. The codes 127 and 255 are NaN.
 __device__ float from_fp8(u32 v) {
   const u32 exponent = v >> 3 & 15, mantissa = v & 7;
   float f = exponent ? __uint_as_float((exponent + 120) << 23 | mantissa << 20) : mantissa * 0.001953125f;
@@ -38,7 +38,7 @@ __device__ float from_fp4(u32 v) {
   return v & 8 ? -f : f;
 }
 
-// The code at `place` of a unit, without its scale.
+// The number whose code is at `place` of a unit, without its scale.
 __device__ float decode(const u8* unit, u32 place, u32 code) {
   const u8* at = unit + place / 2;
   switch (code) {
@@ -46,6 +46,7 @@ __device__ float decode(const u8* unit, u32 place, u32 code) {
     case kF16: return from_half(*(const u16*)at);
     case kFp8: return from_fp8(*at);
     case kInt8: return (float)(signed char)*at;
+    // Shifts the half byte to the top of an int and back, which extends its sign.
     case kInt4: return (float)((int)(*at >> place % 2 * 4 << 28) >> 28);
     default: return from_fp4(*at >> place % 2 * 4 & 15);
   }

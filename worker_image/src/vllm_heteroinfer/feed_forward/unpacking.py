@@ -49,7 +49,11 @@ class UnpackParams(ctypes.Structure):
 
 
 def describe_matrix(matrix: OfferedMatrix, *, gated: bool) -> dict[str, int]:
-    """Returns the kernel's parameters that depend only on a packed matrix. `gated`: whether it is w13."""
+    """Returns the kernel's parameters that depend only on a packed matrix.
+
+    Args:
+        gated: whether the matrix is w13, which has gates and ups.
+    """
     assert matrix.format is not None
     layout = packed_layout(load(), matrix.format, matrix.columns, matrix.inputs)
     header = layout.header if matrix.has_headers else 0
@@ -69,7 +73,7 @@ def describe_matrix(matrix: OfferedMatrix, *, gated: bool) -> dict[str, int]:
         "code": matrix.code,
         "scale": matrix.scale,
         "has_zeros": int(matrix.zeros),
-        "block_rows": scale_rows // 2 if gated else scale_rows,  # of the gates, or of the ups
+        "block_rows": scale_rows // 2 if gated else scale_rows,  # rows for the gates, or for the ups
         "block_columns": scale_columns,
     }
 
@@ -94,15 +98,16 @@ class Unpacker:
         *,
         gated: bool,
     ) -> None:
-        """Puts the unpacking of a rank's experts into the current stream.
+        """Makes the current stream unpack a matrix of a rank's experts into `out`.
 
         Args:
             codes: [experts * expert_bytes] uint8, in a slot.
             scales: the experts' block scales as bytes in the slot; empty if the matrix has none.
-            out: [experts, 2 for w13 or 1, columns, inputs], a view of matrices with more columns or inputs.
+            out: [experts, parts, columns, inputs], with 2 parts (gates, ups) for w13 and 1 part for w2. It is
+                a view of matrices with the columns or inputs of all ranks.
             gated: whether the matrix is w13.
         """
-        if matrix.format is None:  # not packed: the bytes are the weights
+        if matrix.format is None:  # not packed, so the bytes are the weights
             out.copy_(codes.view(out.dtype).view(out.shape))
             return
         params = UnpackParams(
@@ -121,13 +126,13 @@ class Unpacker:
         self._kernels.launch(self._kernel, grid, arguments, torch.cuda.current_stream().cuda_stream)
 
     def _places_of(self, code: Code) -> torch.Tensor:
-        """Returns for each weight the place of its code in a unit, as a tensor on the device."""
+        """Returns a tensor on the device with the place of each weight's code in a unit of packed weights."""
         if code not in self._places:
             self._places[code] = code_places(load(), code).to(self._device)
         return self._places[code]
 
     def _describe(self, matrix: OfferedMatrix, *, gated: bool) -> dict[str, int]:
-        """Returns the fixed parameters of a matrix; computes them once for each kind of matrix."""
+        """Returns the parameters of `describe_matrix`. Computes them once for each kind of matrix."""
         kind = (matrix.kind, gated)
         if kind not in self._described:
             self._described[kind] = describe_matrix(matrix, gated=gated)

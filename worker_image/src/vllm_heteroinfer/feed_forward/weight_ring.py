@@ -44,7 +44,7 @@ class WeightRing:
             num_bytes,
             packed_bytes=max(layer.expert_bytes for layer in layers),
             dense_bytes=max(layer.dense_bytes(dtype.itemsize) for layer in layers),
-            arrays=max(layer.arrays for layer in layers),
+            arrays=max(layer.max_arrays for layer in layers),
             most_experts=max(layer.recipe.experts for layer in layers),
         )
         self.slot_experts, self.num_bytes, self.copied_bytes = sizes.slot_experts, sizes.num_bytes, 0
@@ -56,14 +56,14 @@ class WeightRing:
         self._stream = torch.cuda.Stream()
 
     def start_copy(self, load: Load) -> int:
-        """Starts to copy a load, unless `start_early_copy` did. Returns the slot."""
+        """Starts to copy a load, unless `start_early_copy` did this already. Returns the slot of the load."""
         slot, is_copied = self._order.take(load.content)
         if not is_copied:
             self._copy_into(slot, load)
         return slot
 
     def start_early_copy(self, load: Load) -> None:
-        """Starts to copy a load that `start_copy` asks for later, if a slot is free."""
+        """Starts to copy a load before its `start_copy`, if a slot is free."""
         slot = self._order.take_early(load.content)
         if slot is not None:
             self._copy_into(slot, load)
@@ -72,9 +72,10 @@ class WeightRing:
         """Puts the copies of a load's arrays into the copy stream."""
         content, memory = load.content, self._slots[slot]
         offsets = iter(load.slot_offsets(self.slot_experts))
-        self._stream.wait_event(self._unpacked[slot])  # until then, the former content is still needed
+        self._stream.wait_event(self._unpacked[slot])  # until the former content is unpacked
         with torch.cuda.stream(self._stream), self._times.span(COPY, self._stream):
             for rank in load.ranks:
+                # Number of the rank's experts before the first expert of the load.
                 experts_before = content.first - rank.offered.first_expert
                 for array_begin, expert_bytes in rank.arrays:
                     offset, length = next(offsets), content.experts * expert_bytes
@@ -84,9 +85,9 @@ class WeightRing:
         self._copied[slot].record(self._stream)
 
     def unpack(self, slot: int, load: Load, recipe: LayerRecipe) -> tuple[torch.Tensor, torch.Tensor]:
-        """Puts the unpacking of a slot's load into the current stream, after the copy of the load.
+        """Puts the unpacking of a slot's load into the current stream. The stream waits for the load's copy.
 
-        Each rank of the load has some columns of its experts. The result has all columns.
+        Each rank of the load has some columns of the load's experts. The result joins the columns.
 
         Returns:
             w13 [slot_experts, 2 * inner, hidden] and w2 [slot_experts, hidden, inner], valid until the next
@@ -95,11 +96,8 @@ class WeightRing:
         stream, experts = torch.cuda.current_stream(), load.content.experts
         stream.wait_event(self._copied[slot])
         hidden, inner = recipe.hidden, recipe.inner
-        w2_elements = self.slot_experts * hidden * inner
-        w13_elements = 2 * w2_elements
-        w13 = self._buffer[:w13_elements].view(self.slot_experts, 2 * inner, hidden)
-        w2 = self._buffer[w13_elements : w13_elements + w2_elements].view(self.slot_experts, hidden, inner)
-        # `unpack` takes [experts, parts, columns, inputs]: w13 has gates and ups as parts, w2 has one part.
+        w13, w2 = self._divide_buffer(hidden, inner)
+        # The shape for the unpacker is [experts, parts, columns, inputs]. w13 has two parts, gates and ups.
         w13_parts = w13[:experts].view(experts, 2, inner, hidden)
         w2_parts = w2[:experts].unsqueeze(1)
         offsets = iter(load.slot_offsets(self.slot_experts))
@@ -115,6 +113,14 @@ class WeightRing:
                 self._unpacker.unpack(matrix13, codes13, scales13, gates_and_ups, gated=True)
                 self._unpacker.unpack(matrix2, codes2, scales2, inputs, gated=False)
         self._unpacked[slot].record(stream)
+        return w13, w2
+
+    def _divide_buffer(self, hidden: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns w13 and w2 of unpacked experts, as views of the buffer."""
+        w2_elements = self.slot_experts * hidden * inner
+        w13_elements = 2 * w2_elements
+        w13 = self._buffer[:w13_elements].view(self.slot_experts, 2 * inner, hidden)
+        w2 = self._buffer[w13_elements : w13_elements + w2_elements].view(self.slot_experts, hidden, inner)
         return w13, w2
 
     def _slot_arrays(

@@ -121,11 +121,7 @@ def remove_unused(
     removed: list[str] = []
     try:
         _delete_renamed(model_folder)
-        unused = [
-            (confirmed_s, folder)
-            for confirmed_s, folder in _other_complete_commits(model_folder, commit, cleanup.keep)
-            if folder.name not in cleanup.in_use and confirmed_s < cleanup.listed_s - RECENT_S
-        ]
+        unused = _find_unused(model_folder, commit, cleanup)
         if not unused:
             return ()
         until_s = ask()
@@ -145,6 +141,18 @@ def remove_unused(
     if removed:
         logger.info("removed commits that no resource uses: %s", ", ".join(removed))
     return tuple(removed)
+
+
+def _find_unused(model_folder: Path, commit: str, cleanup: CacheCleanup) -> list[tuple[float, Path]]:
+    """Returns the folders of the commits that `remove_unused` may remove.
+
+    With each folder comes the Unix time at which a fetch last found the commit complete.
+    """
+    return [
+        (confirmed_s, folder)
+        for confirmed_s, folder in _other_complete_commits(model_folder, commit, cleanup.keep)
+        if folder.name not in cleanup.in_use and confirmed_s < cleanup.listed_s - RECENT_S
+    ]
 
 
 def _delete_renamed(model_folder: Path) -> None:
@@ -170,7 +178,10 @@ def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[
 
 
 def _rename_for_removal(folder: Path, confirmed_s: float, until_s: float) -> bool:
-    """Renames the folder of a commit for removal, unless the commit is locked or a fetch found it complete.
+    """Renames the folder of a commit for removal.
+
+    The folder stays if the commit is locked, if a fetch has found it complete since `confirmed_s`, or if the
+    time is over.
 
     Args:
         confirmed_s: time at which a fetch found the commit complete, before the operator was asked.

@@ -37,11 +37,11 @@ class FetchLogFormatter(logging.Formatter):
     """Escapes control characters, because hubs and index files can put any text into a message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
-        """Formats the line of one record."""
+        """Formats the line of one record. A message cannot add a line, because line breaks are escaped."""
         return printable(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats one record, with its traceback."""
+        """Formats one record. Keeps the line breaks and tabs of its traceback."""
         return printable(super().format(record), keep="\n\t")
 
 

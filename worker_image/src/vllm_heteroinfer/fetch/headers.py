@@ -21,7 +21,7 @@ from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weig
 LIMIT_S: Final = 300.0
 """Time limit for all reads of one model, a few MB, even if a hub sends one byte at a time."""
 _LENGTH_BYTES = 8
-"""Size of the header's length at the start of a safetensors file."""
+"""Bytes at the start of a safetensors file that contain the length of its header."""
 _REPEAT_INTERVAL_S: Final = 1.0
 """Time between further alarms after the limit, for code that catches the first error and tries again."""
 
@@ -34,7 +34,7 @@ def read_hub_profile(hub: HubReader, folder: Path) -> ModelProfile:
             each weight file but holes instead of the weights.
 
     Raises:
-        FetchError: the hub does not show the model.
+        FetchError: the hub does not list or send the model's files.
         ModelFilesError: the model's files are incomplete or have impossible values.
     """
     commit, files = hub.files()

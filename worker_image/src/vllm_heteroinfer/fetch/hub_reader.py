@@ -180,9 +180,10 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         newurl: str,
     ) -> urllib.request.Request | None:
-        """Follows redirects to http and https only; sends the token to no other host.
+        """Returns the request to the new address, or None if the answer is no redirect for urllib.
 
-        Returns the next request, or None if the answer is no redirect for urllib.
+        Raises:
+            URLError: the redirect leads to neither http nor https.
         """
         target = urlsplit(newurl)
         if target.scheme not in ("http", "https"):
@@ -200,7 +201,7 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
 
 def _size_bytes_of(sibling: Any) -> int:
     """Returns the size of a listed file; raises TypeError or LookupError if the listing lacks it."""
-    size = (sibling.get("lfs") or sibling)["size"]
+    size = (sibling.get("lfs") or sibling)["size"]  # a file in Git LFS has its size in the entry `lfs`
     if not isinstance(size, int) or size < 0:
         raise TypeError(size)
     return size

@@ -87,7 +87,8 @@ class FetchJob:
     def find_stall(self) -> FetchError | None:
         """Returns an error if no new byte was stored for longer than `stall_limit_s`, otherwise None.
 
-        A call of the hub's client retries by itself and may never return, so `run` cannot end the call.
+        A call of the hub's client retries by itself and may never return. So `run` cannot notice the stall.
+        Another thread calls this method.
         """
         silent_s = self._progress_clock.silent_s(self._used_bytes())
         if silent_s <= self._stall_limit_s:
@@ -99,7 +100,7 @@ class FetchJob:
         )
 
     def progress(self) -> FetchProgress:
-        """The progress of the fetch, from the sizes of the files in the cache. Thread-safe."""
+        """Returns the progress of the fetch, from the sizes of the files in the cache. Thread-safe."""
         store, files = self._store, self._model_files
         return FetchProgress(
             commit=self._commit,
@@ -138,8 +139,8 @@ class FetchJob:
     def _attempt(self) -> FetchedModel:
         """Fetches the model once, without retries.
 
-        Asks the hub only for a branch or tag, or for a commit that is not complete in the cache. Removes
-        unused commits in either case.
+        Sends no request to the hub if the revision is a commit that is complete in the cache. Removes unused
+        commits in either case.
         """
         complete = self._find_complete()
         if complete is None:
@@ -228,7 +229,7 @@ class FetchJob:
         self._fetch_missing(store, small_files)
         weights = weight_files(files, _read_index(store.folder, small_files))
         all_files = tuple({file.path: file for file in [*small_files, *weights]}.values())
-        self._model_files = all_files
+        self._model_files = all_files  # the total that `progress` reports
         # A file linked from another commit takes no space. So link before the check of the free space, and
         # before the clean-up removes other commits.
         for file in store.list_missing(weights):
@@ -241,12 +242,12 @@ class FetchJob:
     def _clean_up(self, store: ModelStore) -> None:
         """Removes commits that no resource uses. First link the files that this commit shares with them."""
         if self._options.cleanup is not None:
-            remove_unused(store.folder.parent, self._commit, self._options.cleanup, self._ask)
+            remove_unused(store.folder.parent, self._commit, self._options.cleanup, self._ask_about_cleanup)
 
-    def _ask(self) -> float | None:
+    def _ask_about_cleanup(self) -> float | None:
         """Asks the operator whether commits may be removed, and shows this as the progress.
 
-        Returns the time until which they may be removed, or None, like `CleanupQuestion.ask`.
+        Returns the time until which the commits may be removed, or None, like `CleanupQuestion.ask`.
         """
         old_message, self._message = self._message, "asking the operator whether old commits may be removed"
         until_s = self.cleanup_question.ask()
@@ -368,14 +369,22 @@ def fetch_in_parallel(
     ]
     for worker in workers:
         worker.start()
-    first_error: BaseException | None = None
-    for _ in workers:
+    _wait_for_results(results, len(workers))
+
+
+def _wait_for_results(results: "queue.SimpleQueue[BaseException | None]", count: int) -> None:
+    """Waits for the results of `count` threads: an error, or None for success.
+
+    Raises a permanent error immediately, and the first temporary error after all results.
+    """
+    first_temporary_error: BaseException | None = None
+    for _ in range(count):
         error = results.get()
         if error is not None and not (isinstance(error, FetchError) and error.is_temporary):
             raise error
-        first_error = first_error or error
-    if first_error is not None:
-        raise first_error
+        first_temporary_error = first_temporary_error or error
+    if first_temporary_error is not None:
+        raise first_temporary_error
 
 
 def _read_index(folder: Path, files: Sequence[FetchedFile]) -> Any:

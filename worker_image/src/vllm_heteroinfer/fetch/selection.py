@@ -87,20 +87,9 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
             names that a file of a model must not have.
     """
     by_path = {file.path: file for file in files if can_be_a_file(file.path)}
-    folders = {str(parent) for path in by_path for parent in PurePosixPath(path).parents}
     if index is not None:
         names = _file_names(index)
-        absent = [name for name in names if name not in by_path]
-        if not names:
-            raise _not_servable_error(f"has an index ({INDEX_FILE}) that names no files", files)
-        if invalid := [name for name in absent if not can_be_a_file(name)]:
-            problem = f"has invalid file names in {INDEX_FILE}: {', '.join(invalid[:3])}"
-            raise _not_servable_error(problem, files)
-        if absent:
-            raise _not_servable_error(f"lacks files that {INDEX_FILE} names: {', '.join(absent[:3])}", files)
-        for name in names:
-            if name in folders or any(str(parent) in by_path for parent in PurePosixPath(name).parents):
-                raise _not_servable_error(f"has {name} both as a file and as a folder", files)
+        _check_indexed_files(names, by_path, files)
         return [by_path[name] for name in names]
     if SINGLE_FILE in by_path:
         return [by_path[SINGLE_FILE]]
@@ -108,6 +97,34 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
     if not weights:
         raise _not_servable_error("has no weights as *.safetensors", files)
     return weights
+
+
+def _check_indexed_files(
+    names: Sequence[str], by_path: Mapping[str, FetchedFile], files: Sequence[FetchedFile]
+) -> None:
+    """Checks that the hub has each file that the index names, and that the cache can store these files.
+
+    Args:
+        names: the names in the index.
+        by_path: the hub's files with valid paths, by path.
+        files: all files of the hub, for the error.
+
+    Raises:
+        FetchError: see `weight_files`.
+    """
+    if not names:
+        raise _not_servable_error(f"has an index ({INDEX_FILE}) that names no files", files)
+    absent = [name for name in names if name not in by_path]
+    if invalid := [name for name in absent if not can_be_a_file(name)]:
+        problem = f"has invalid file names in {INDEX_FILE}: {', '.join(invalid[:3])}"
+        raise _not_servable_error(problem, files)
+    if absent:
+        raise _not_servable_error(f"lacks files that {INDEX_FILE} names: {', '.join(absent[:3])}", files)
+    folders = {str(parent) for path in by_path for parent in PurePosixPath(path).parents}
+    for name in names:
+        is_in_a_file = any(str(parent) in by_path for parent in PurePosixPath(name).parents)
+        if name in folders or is_in_a_file:
+            raise _not_servable_error(f"has {name} both as a file and as a folder", files)
 
 
 def _file_names(index: Any) -> list[str]:

@@ -28,12 +28,12 @@ def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_b
         for size, headroom in zip(sizes_bytes, headrooms_bytes, strict=True)
     ]
     limiting = min(plan.stage_ranks, key=lambda rank: fitting_blocks[rank.rank])
-    headroom = fitting_blocks[limiting.rank]
-    larger_than_plan = f" (the plan uses {blocks})" if headroom > blocks else ""
+    limiting_blocks = fitting_blocks[limiting.rank]
+    larger_than_plan = f" (the plan uses {blocks})" if limiting_blocks > blocks else ""
     blocks_by_rank = ", ".join(f"rank {rank.rank} {fitting_blocks[rank.rank]}" for rank in plan.stage_ranks)
     return (
         f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank. Rank {limiting.rank} "
-        f"(role {limiting.role}, {limiting.device}) limits this number: its "
-        f"{format_bytes(headrooms_bytes[limiting.rank])} have space for {headroom} blocks{larger_than_plan}. "
-        f"Headroom in blocks: {blocks_by_rank}"
+        f"(role {limiting.role}, {limiting.device}) limits this number: the rank's "
+        f"{format_bytes(headrooms_bytes[limiting.rank])} of headroom have space for {limiting_blocks} blocks"
+        f"{larger_than_plan}. Headroom in blocks: {blocks_by_rank}"
     )

@@ -28,12 +28,15 @@ def open_queue(text: str, reader: int) -> MessageQueue:
     return MessageQueue.create_from_handle(Handle(**raw), reader)
 
 
-def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, what: str) -> None:
+def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, other_end: str) -> None:
     """Waits until both ends of a queue are connected. Every process that uses the queue must call this.
 
     MessageQueue.wait_until_ready waits without a limit, so this function sets a receive timeout on its
     sockets. Once all readers are connected, the creator of the shared memory removes the memory's name. Then
     the kernel frees the memory when the last process ends, even if all are killed.
+
+    Args:
+        other_end: name of the process or processes at the other end, for the error.
 
     Raises:
         TimeoutError: the other end did not connect in time.
@@ -45,7 +48,7 @@ def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, what: str) -> N
         queue.wait_until_ready()
     except zmq.Again as error:
         raise TimeoutError(
-            f"{what} did not connect within {deadline.total_s:.0f} s. Read the log of {what}"
+            f"{other_end} did not connect within {deadline.total_s:.0f} s. Read the log of {other_end}"
         ) from error
     finally:
         for socket in sockets:

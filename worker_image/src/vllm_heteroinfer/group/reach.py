@@ -51,7 +51,7 @@ def check_pods(
         others = [pod.index for pod in plan.pods if pod.index != rank.pod]
         for pod in others:
             first_rank = plan.pods[pod].ranks[0].rank
-            text = store.get(f"reach/{pod}", deadline, what=f"address of pod {pod}", rank=first_rank)
+            text = store.get(f"reach/{pod}", deadline, awaited=f"address of pod {pod}", rank=first_rank)
             _connect_to_pod(launch, pod, *_parse_address(text, pod))
         store.put(f"reached/{rank.pod}", "")
         # Keep listening until all other pods have reached this pod.
@@ -60,7 +60,7 @@ def check_pods(
             store.get(
                 f"reached/{pod}",
                 deadline,
-                what=f"message that pod {pod} reaches all other pods",
+                awaited=f"message that pod {pod} reaches all other pods",
                 rank=first_rank,
             )
 

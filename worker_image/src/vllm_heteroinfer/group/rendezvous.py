@@ -79,7 +79,7 @@ def _open_stores(
     )
 
 
-def _listen(host: str, port: int, what: str) -> int:
+def _listen(host: str, port: int, port_name: str) -> int:
     """Listens on the leader's port. Returns the descriptor of the socket, which the caller must close.
 
     Raises:
@@ -89,8 +89,8 @@ def _listen(host: str, port: int, what: str) -> int:
         listener = addresses.open_listener(host, port)
     except OSError as error:
         raise OSError(
-            f"{what} port {port}: is not available ({error}). End the process that uses this port on the "
-            "leader's machine"
+            f"{port_name} port {port}: is not available ({error}). End the process that uses this port on "
+            "the leader's machine"
         ) from error
     listener.listen(1024)
     return listener.detach()
@@ -174,11 +174,11 @@ class GroupStore:
         with Conversation(_STORE_RANK, "the group's store"):
             self._store.set(self._prefix + key, value)
 
-    def get(self, key: str, deadline: Deadline, *, what: str, rank: int | None = None) -> str:
+    def get(self, key: str, deadline: Deadline, *, awaited: str, rank: int | None = None) -> str:
         """Waits for the value under a key and returns it.
 
         Args:
-            what: name of the value and of its source, for the error.
+            awaited: name of the value and of its source, for the error.
             rank: the global rank that will store the value; None if another process stores it.
 
         Raises:
@@ -191,7 +191,9 @@ class GroupStore:
         while not self._has_value(full_key):
             if deadline.left_s == 0:
                 source = "the process that sends it" if rank is None else f"rank {rank}"
-                raise TimeoutError(f"got no {what} within {deadline.total_s:.0f} s. Read the log of {source}")
+                raise TimeoutError(
+                    f"got no {awaited} within {deadline.total_s:.0f} s. Read the log of {source}"
+                )
             time.sleep(min(0.02, deadline.left_s))
         self.set_awaited_rank(None)
         with Conversation(_STORE_RANK, "the group's store"):

@@ -1,8 +1,9 @@
 """Compiles the kernels: `python -m vllm_heteroinfer.kernels.build [--into DIR]`. Stdlib only.
 
 One library runs on any x86-64: `target` pragmas in the sources compile the code for AVX-512 and AMX, and the
-library chooses at run time. Its name contains a hash of the sources and flags, so that a library built from
-other sources is never loaded. A file next to it stores the compiler's version; another version recompiles.
+library chooses at run time. The library's name contains a hash of the sources and flags, so that a library
+built from other sources is never loaded. A file next to the library stores the compiler's version. With
+another version, the library is compiled again.
 """
 
 import argparse
@@ -35,7 +36,7 @@ FLAGS: Final = (
     "-Wno-maybe-uninitialized",
 )
 LINK_FLAGS: Final = ("-shared", "-static-libgcc", "-static-libstdc++")
-"""Without -fopenmp: GOMP_* symbols stay undefined and resolve to the OpenMP library that torch has loaded."""
+"""Without -fopenmp, so that OpenMP's symbols (GOMP_*) resolve to the library that torch has loaded."""
 
 _TIMEOUT_S: Final = 600.0
 
@@ -56,8 +57,8 @@ def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
     """Compiles the library if it is missing or another compiler built it, and returns its path.
 
     Args:
-        into: folder of the library; libraries of other sources in it are deleted.
-        compiler: GCC 11 or later, which supports AMX.
+        into: folder of the library. Libraries of other sources in this folder are deleted.
+        compiler: GCC 11 or later. Earlier versions do not support AMX.
 
     Raises:
         BuildError: the compiler is missing or failed.
@@ -68,7 +69,7 @@ def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
     if library.exists() and version_file.exists() and version_file.read_text() == version:
         return library
     into.mkdir(parents=True, exist_ok=True)
-    # On stderr, because stdout has the path. 6 minutes: measured on two busy cores.
+    # To stderr, because stdout is for the path of the library. 6 minutes were measured on two busy cores.
     sys.stderr.write(f"kernels: compiling {len(_list_sources('*.cpp'))} files, which can take 6 minutes\n")
     start = time.monotonic()
     # A finished library replaces the old one at once, so no rank ever loads an incomplete library.
@@ -114,7 +115,7 @@ def _compile(compiler: str, scratch: Path) -> None:
 
 
 def _list_sources(pattern: str) -> list[Path]:
-    """Returns the sources and headers that match the pattern, by name."""
+    """Returns the sources and headers that match the pattern, sorted by name."""
     return sorted(file for file in SOURCE.glob(pattern) if file.suffix in {".cpp", ".h"})
 
 

@@ -42,17 +42,17 @@ class Code(IntEnum):
 
 
 class Scale(IntEnum):
-    """Number that multiplies the codes, and its type."""
+    """Which weights share a scale, and the scale's type. A scale multiplies codes."""
 
     NONE = 0
     BLOCK_F32 = 1
-    """One scale for a group of inputs of 32 columns, or of a multiple."""
+    """One scale for each group of inputs of 32 columns, or of a multiple of 32 columns."""
     COLUMN_F32 = 2
     COLUMN_BF16 = 3
     COLUMN_F16 = 4
     COLUMN_E8M0 = 5
     COLUMN_E4M3 = 6
-    """Times a float32 factor of each column."""
+    """One scale for each group of inputs of a column, times a float32 factor of the column."""
 
 
 _SCALE_TYPES: Final = {
@@ -74,7 +74,7 @@ class NativeFormat(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """How weights are coded.
+    """The types of a weight's codes and scales.
 
     Attributes:
         group: inputs that share a scale: 16, or a multiple of 32; 0 if all inputs of a column share it.
@@ -87,11 +87,11 @@ class Format:
     zeros: bool = False
 
     def to_native(self) -> NativeFormat:
-        """Returns the format for a call of the library."""
+        """Returns the format as the library's functions take it."""
         return NativeFormat(self.code, self.scale, self.group, self.zeros)
 
     def to_numbers(self) -> list[int]:
-        """Returns the format for an op of torch."""
+        """Returns the format as an op of torch takes it."""
         return [self.code, self.scale, self.group, self.zeros]
 
     def groups(self, inputs: int) -> int:
@@ -135,7 +135,7 @@ class Coded:
         for name, required in expected.items():
             tensor = getattr(self, name)
             shape_and_type = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-            # The kernels take the distance between rows for codes only.
+            # Rows of codes may have any distance from each other. All other tensors must be contiguous.
             is_contiguous = tensor is None or (
                 tensor.stride(1) == 1 if name == "codes" else tensor.is_contiguous()
             )
@@ -157,7 +157,7 @@ class PackedWeight:
 
 
 def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int) -> int:
-    """Returns the bytes of a packed weight; raises ValueError if no kernel supports the format."""
+    """Returns the size of a packed weight in bytes; raises ValueError if no kernel supports the format."""
     native = form.to_native()
     size = int(library.calls.heteroinfer_coded_bytes(ctypes.addressof(native), columns, inputs))
     if not size:
@@ -200,7 +200,7 @@ def packed_layout(library: KernelLibrary, form: Format, columns: int, inputs: in
 
 
 def code_places(library: KernelLibrary, code: Code) -> torch.Tensor:
-    """Returns the place of each code in a unit: int32 [columns, inputs], in half bytes."""
+    """Returns the place of each code in a unit, counted in half bytes: int32 [columns, inputs]."""
     places = torch.empty((SHARED_COLUMNS, SHARED_COLUMNS), dtype=torch.int32)
     library.calls.heteroinfer_coded_places(code, places.data_ptr())
     return places
@@ -261,8 +261,9 @@ def linear_by_numbers(
 ) -> torch.Tensor:
     """Computes `linear` with the format as integers (`Format.to_numbers`).
 
-    A torch op accepts integers but no `Format`. While torch.compile traces, the op must be in the graph.
-    Otherwise the direct call is faster, because it bypasses torch's dispatcher.
+    A torch op accepts integers but no `Format`. While torch.compile traces, this function calls the op, so
+    that the op is in the graph. Otherwise it calls the library directly, which is faster than torch's
+    dispatcher.
     """
     if torch.compiler.is_compiling():
         result: torch.Tensor = torch.ops.heteroinfer.coded_linear(
@@ -276,7 +277,7 @@ def register(path: Path | None = None) -> KernelLibrary:
     """Loads the kernels and registers the op, so that callers can use `linear`.
 
     Args:
-        path: file of the library; later calls ignore it.
+        path: file of the library. Only the first call uses it.
 
     Raises:
         KernelsUnavailableError: this process cannot use the kernels.
@@ -284,7 +285,7 @@ def register(path: Path | None = None) -> KernelLibrary:
     if not _registered:
         library = load(path)
         if not library.coded_paths:
-            raise KernelsUnavailableError("this CPU does not have all of AVX2, FMA and F16C")
+            raise KernelsUnavailableError("this CPU lacks AVX2, FMA or F16C, which the kernels need")
         _schema.define(
             "coded_linear(Tensor x, Tensor packed, Tensor? bias, int[] format, int columns, int inputs)"
             " -> Tensor"
@@ -343,5 +344,5 @@ def _fake_linear(
     columns: int,
     inputs: int,
 ) -> torch.Tensor:
-    """Returns an empty result of the op, for torch's tracing."""
+    """Returns an uninitialized result of the op's shape, for torch's tracing."""
     return x.new_empty((*x.shape[:-1], columns))

@@ -27,7 +27,7 @@ from vllm_heteroinfer.kernels.coded import (
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
 MAX_CHOICES: Final = 256
-"""Limit of experts for each row."""
+"""Maximum number of experts for each row."""
 
 
 class ActivationKind(IntEnum):
@@ -40,18 +40,20 @@ class ActivationKind(IntEnum):
     RELU2 = 3
     """ReLU squared."""
     SWISH_LIMITED = 4
-    """min(g * sigmoid(alpha * g), limit): the limit follows the function."""
+    """min(g * sigmoid(alpha * g), limit). Other kinds limit g instead of their result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
     """How the columns of w13 become the inputs of w2.
 
-    An input of w2 is kind(gate) * (up + offset). If the activation is not gated, it is kind(column).
+    An input of w2 is kind(gate) * (up + offset). If the activation is not gated, an input of w2 is
+    kind(column).
 
     Attributes:
-        limit: gates are at most `limit` (their function's values for SWISH_LIMITED), ups between -limit and
-            limit.
+        alpha: factor in the sigmoid of SWISH and SWISH_LIMITED.
+        limit: gates are at most `limit`, and ups between -limit and limit. SWISH_LIMITED limits the values of
+            its function instead of the gates.
     """
 
     kind: ActivationKind = ActivationKind.SWISH
@@ -134,7 +136,7 @@ def interleave_gates_and_ups(weight: Coded) -> Coded:
         ValueError: the columns are not a multiple of 64.
     """
     if weight.columns % (2 * SHARED_COLUMNS):
-        raise ValueError(f"w13 must have a multiple of 64 columns (got {weight.columns})")
+        raise ValueError(f"coded weight: w13 must have a multiple of 64 columns (got {weight.columns})")
 
     def interleave(tensor: torch.Tensor | None, block: int) -> torch.Tensor | None:
         """Interleaves the gates and the ups of a tensor in blocks; None for None."""
@@ -156,6 +158,25 @@ def interleave_halves(rows: torch.Tensor, block: int) -> torch.Tensor:
     return rows.view(2, -1, block, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape).contiguous()
 
 
+def _check_parts(w13: PackedPart, w2: PackedPart, dtype: torch.dtype, *, gated: bool) -> None:
+    """Raises ValueError if w13 and w2 do not belong together, or no kernel supports sizes or `dtype`."""
+    inner, hidden = w2.inputs, w2.columns
+    w13_sizes = (len(w13.packed), w13.columns, w13.inputs)
+    expected_sizes = (len(w2.packed), inner * (2 if gated else 1), hidden)
+    if w13_sizes != expected_sizes:
+        raise ValueError(
+            "coded experts: experts, columns and inputs of w13 must fit w2: "
+            f"{expected_sizes} (got {w13_sizes})"
+        )
+    if hidden % SHARED_COLUMNS or inner % SHARED_COLUMNS:
+        raise ValueError(
+            f"coded experts: hidden and inner size must be multiples of {SHARED_COLUMNS} (got {hidden} "
+            f"and {inner})"
+        )
+    if dtype not in ELEMENTS:
+        raise ValueError(f"coded experts: dtype must be one of {', '.join(map(str, ELEMENTS))} (got {dtype})")
+
+
 class CodedExperts:
     """A layer's routed experts, packed and computed in their checkpoint's format."""
 
@@ -169,31 +190,17 @@ class CodedExperts:
         dtype: torch.dtype,
         biases: Sequence[torch.Tensor | None] = (None, None),
     ) -> None:
-        """Checks that the parts belong together.
+        """Checks the parts, and builds the struct that the kernel reads by raw pointers.
 
         Args:
-            dtype: of inputs and outputs.
+            dtype: type of inputs and outputs.
             biases: [experts, columns] of w13 (gates, then ups) and of w2.
 
         Raises:
             ValueError: the parts do not belong together, or a size is not a multiple of 32.
         """
         experts, inner, hidden = len(w13.packed), w2.inputs, w2.columns
-        expected_w13 = (len(w2.packed), inner * (2 if activation.gated else 1), hidden)
-        if (experts, w13.columns, w13.inputs) != expected_w13:
-            raise ValueError(
-                "coded experts: experts, columns and inputs of w13 must fit w2: "
-                f"{expected_w13} (got {(experts, w13.columns, w13.inputs)})"
-            )
-        if hidden % SHARED_COLUMNS or inner % SHARED_COLUMNS:
-            raise ValueError(
-                f"coded experts: hidden and inner size must be multiples of {SHARED_COLUMNS} (got {hidden} "
-                f"and {inner})"
-            )
-        if dtype not in ELEMENTS:
-            raise ValueError(
-                f"coded experts: dtype must be one of {', '.join(map(str, ELEMENTS))} (got {dtype})"
-            )
+        _check_parts(w13, w2, dtype, gated=activation.gated)
         self._dtype, self._hidden = dtype, hidden
         w13_biases, w2_biases = biases
         if w13_biases is not None:  # in the order of the packed columns
@@ -202,7 +209,7 @@ class CodedExperts:
             ]
             w13_biases = torch.stack(interleaved).float().contiguous()
         w2_biases = None if w2_biases is None else w2_biases.float().contiguous()
-        self._referenced = (w13, w2, w13_biases, w2_biases)  # the kernel has only their addresses
+        self._referenced = (w13, w2, w13_biases, w2_biases)  # the kernel has only the addresses of their data
         self._layer = _NativeCodedExperts(
             w13.packed.data_ptr(),
             w2.packed.data_ptr(),

@@ -12,25 +12,25 @@ from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
 BLOCK: Final = 32
-"""Columns of a block, and inputs of a unit. Both sizes of an expert must be multiples."""
+"""Columns of a block, and inputs of a unit. An expert must have whole blocks and units."""
 MAX_CHOICES: Final = 256
-"""Limit of experts for each row."""
+"""Maximum number of experts for each row."""
 FP8: Final = torch.float8_e4m3fn
 SCALED: Final = 128
-"""Columns and inputs of FP8 weights that share a scale."""
+"""Number of columns, and of inputs, that share a scale in FP8 weights."""
 
 
 def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -> torch.Tensor:
     """Packs the weights of all experts for `experts`.
 
     Args:
-        weight: [experts, n, k], bf16 or float8_e4m3fn, cpu, contiguous; n and k multiples of 32. In w13 the
-            gates come before the ups.
-        gates: whether this is w13, whose blocks of gates and ups alternate in the result.
+        weight: [experts, n, k] (n columns, k inputs), bf16 or float8_e4m3fn, on the CPU, contiguous; n and k
+            multiples of 32. In w13, the gates come before the ups.
+        gates: whether this is w13. In the result, its blocks of gates and of ups alternate.
 
     Returns:
-        [experts, n, k] of the weight's dtype. The elements of each expert are [n / 32, k / 2, 32, 2]. In FP8
-        the order of the 64 bytes of 32 columns and a pair of k is that of `source/linear.h`.
+        [experts, n, k] of the weight's dtype. The elements of each expert are [n / 32, k / 2, 32, 2]. In FP8,
+        `source/linear.h` has the order of the last two dimensions.
 
     Raises:
         ValueError: the shape or dtype differs.
@@ -85,8 +85,8 @@ class PackedExperts:
     Attributes:
         w13: packed, [experts, 2 * inner, hidden], bf16 or FP8.
         w2: packed, [experts, hidden, inner], of the same dtype.
-        scales: scales of FP8 weights, float32, contiguous; None for bf16. Those of w13 are
-            [experts, 2 * ceil(inner / 128), ceil(hidden / 128)], gates first. Those of w2 are
+        scales: scales of FP8 weights, float32, contiguous; None for bf16. The scales of w13 are
+            [experts, 2 * ceil(inner / 128), ceil(hidden / 128)], gates first. The scales of w2 are
             [experts, ceil(hidden / 128), ceil(inner / 128)].
 
     Raises:
@@ -100,24 +100,13 @@ class PackedExperts:
     def __post_init__(self) -> None:
         """Checks shapes and dtypes, because the kernel reads raw pointers."""
         num_experts, hidden, inner = self.w2.shape
-        is_valid = (
+        has_valid_weights = (
             self.w13.shape == (num_experts, 2 * inner, hidden)
             and self.w13.dtype == self.w2.dtype == (FP8 if self.scales else torch.bfloat16)
             and self.w13.is_contiguous()
             and self.w2.is_contiguous()
         )
-        if self.scales:
-            w13_scales, w2_scales = self.scales
-            hidden_blocks, inner_blocks = -(-hidden // SCALED), -(-inner // SCALED)
-            is_valid = (
-                is_valid
-                and w13_scales.shape == (num_experts, 2 * inner_blocks, hidden_blocks)
-                and w2_scales.shape == (num_experts, hidden_blocks, inner_blocks)
-                and w13_scales.dtype == w2_scales.dtype == torch.float32
-                and w13_scales.is_contiguous()
-                and w2_scales.is_contiguous()
-            )
-        if not is_valid:
+        if not has_valid_weights or not self._has_valid_scales():
             raise ValueError(
                 "packed experts must be contiguous w13 [experts, 2 * inner, hidden] and w2 [experts, hidden, "
                 "inner] in bf16, or in float8_e4m3fn with float32 scales "
@@ -125,6 +114,21 @@ class PackedExperts:
                 f"w2 {tuple(self.w2.shape)} {self.w2.dtype}, "
                 f"scales {[(tuple(scale.shape), scale.dtype) for scale in self.scales or ()]})"
             )
+
+    def _has_valid_scales(self) -> bool:
+        """Returns whether the scales fit the weights, or there are none."""
+        if not self.scales:
+            return True
+        num_experts, hidden, inner = self.w2.shape
+        hidden_blocks, inner_blocks = -(-hidden // SCALED), -(-inner // SCALED)
+        w13_scales, w2_scales = self.scales
+        return (
+            w13_scales.shape == (num_experts, 2 * inner_blocks, hidden_blocks)
+            and w2_scales.shape == (num_experts, hidden_blocks, inner_blocks)
+            and w13_scales.dtype == w2_scales.dtype == torch.float32
+            and w13_scales.is_contiguous()
+            and w2_scales.is_contiguous()
+        )
 
 
 def experts(
@@ -142,7 +146,7 @@ def experts(
         y: [m, hidden], bf16, rows contiguous; must not share memory with x.
         x: [m, hidden], bf16, rows contiguous.
         weights: [m, topk], float32, contiguous.
-        ids: [m, topk], int32, contiguous; ids outside the experts are ignored.
+        ids: [m, topk], int32, contiguous; an id that is not an expert adds nothing.
 
     Raises:
         ValueError: a shape or dtype differs.

@@ -13,13 +13,13 @@ def bytes_beyond_caches(
 ) -> int:
     """Returns the bytes that a measurement must read: twice the size of its cores' largest caches.
 
-    The result is at least MIN_SAMPLE_BYTES and at most MAX_SAMPLE_BYTES. The cores of one processor may have
-    several such caches. Each caches its own part of the weights.
+    The result is at least MIN_SAMPLE_BYTES and at most MAX_SAMPLE_BYTES. If groups of cores have caches of
+    their own, the sizes of these caches are added, because each cache holds another part of the weights.
 
     Args:
-        cpus: logical cores that read; the cores of this process if None.
+        cpus: logical cores that read; if None, the cores that this process may use.
     """
-    # Key: the list of the cores that share the cache, so that each cache counts once.
+    # The key is the list of the cores that share the cache, so that each cache counts once.
     largest_by_cores: dict[str, int] = {}
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
         caches = [_read_cache(file) for file in (folder / f"cpu{cpu}/cache").glob("index*/size")]

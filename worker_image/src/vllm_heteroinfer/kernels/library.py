@@ -17,9 +17,9 @@ PATHS: Final = ("avx512f", "avx512_bf16", "amx_bf16")
 CODED_PATHS: Final = (*PATHS, "avx2")
 """Instruction sets for coded weights (`kernels/coded.py`), which also run on AVX2 with FMA and F16C."""
 _WIDENING: Final = 1 << len(CODED_PATHS)
-"""Bit of AVX512-VBMI in the result of `heteroinfer_init`. Only with it are coded weights widened to bf16."""
-_ALLOWED_BITS: Final = {"avx2": 8, "avx512f": 9, "avx512_bf16": 11, "amx_bf16": 15}
-"""Bits that a value of HETEROINFER_MAX_INSTRUCTIONS allows: its own, and those of older instruction sets."""
+"""Bit of AVX512-VBMI in the result of `heteroinfer_init`. It is needed to widen coded weights to bf16."""
+_ALLOWED_BITS: Final = {"avx2": 8, "avx512f": 8 + 1, "avx512_bf16": 8 + 1 + 2, "amx_bf16": 8 + 1 + 2 + 4}
+"""Bits that each value of HETEROINFER_MAX_INSTRUCTIONS allows: its own bit, and the bits of older sets."""
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_long
@@ -72,7 +72,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 
 class KernelsUnavailableError(RuntimeError):
-    """This process cannot use the kernels; the message contains the reason, and a fix if there is one."""
+    """This process cannot use the kernels. The message contains the reason, and a fix if one exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ def load_functions(path: Path, signatures: Mapping[str, tuple[Any, tuple[Any, ..
             f"{path.name} was not compiled. Run: python -m vllm_heteroinfer.kernels.build"
         )
     try:
-        # RTLD_NOW resolves all symbols: if this process lacks torch's OpenMP, the load fails instead of the
-        # first call.
+        # ctypes resolves all symbols immediately (RTLD_NOW). So if this process lacks torch's OpenMP, loading
+        # fails instead of the first call.
         calls = ctypes.CDLL(str(path))
     except OSError as error:
         raise KernelsUnavailableError(
@@ -126,7 +126,7 @@ def load_functions(path: Path, signatures: Mapping[str, tuple[Any, tuple[Any, ..
 
 @functools.cache
 def load(path: Path | None = None) -> KernelLibrary:
-    """Loads the kernels; later calls return the same library.
+    """Loads the kernels. Later calls return the same library.
 
     Args:
         path: file of the library. Default: the library of these sources.
@@ -146,11 +146,9 @@ def load(path: Path | None = None) -> KernelLibrary:
     available_bits = calls.heteroinfer_init(_ALLOWED_BITS[setting])
     # Without VBMI, the kernels cannot widen coded weights to bf16. AVX-512F then decodes these weights to
     # float32, and the bf16 instruction sets compute no coded weights.
-    coded_bits = (
-        available_bits
-        if available_bits & _WIDENING
-        else available_bits & ~(_bit_of("avx512_bf16") | _bit_of("amx_bf16"))
-    )
+    coded_bits = available_bits
+    if not available_bits & _WIDENING:
+        coded_bits &= ~(_bit_of("avx512_bf16") | _bit_of("amx_bf16"))
     return KernelLibrary(
         path=path,
         calls=calls,

@@ -21,14 +21,14 @@ def prepare(path: Path | None = None) -> KernelLibrary:
     """Loads the kernels and registers the op, so that callers can use `pack` and `linear`.
 
     Args:
-        path: file of the library; later calls ignore it.
+        path: file of the library. Only the first call uses it.
 
     Raises:
         KernelsUnavailableError: this process cannot use the kernels.
     """
     library = _prepared[0] if _prepared else load(path)
     if not library.paths:
-        raise KernelsUnavailableError("this CPU does not support AVX512F")
+        raise KernelsUnavailableError("this CPU lacks AVX512F, which the kernels need")
     if not _prepared:
         _schema.define("linear(Tensor x, Tensor packed, Tensor? bias, int columns) -> Tensor")
         _schema.impl("linear", _call_kernel, "CPU")
@@ -38,9 +38,9 @@ def prepare(path: Path | None = None) -> KernelLibrary:
 
 
 def find() -> KernelLibrary | None:
-    """Loads the kernels and registers the op; returns None if they are unavailable.
+    """Loads the kernels and registers the op. Returns None if this process cannot use the kernels.
 
-    `LinearLayers` (linear_layers.py) logs the reason.
+    Does not log the reason, because `LinearLayers` (linear_layers.py) does.
     """
     try:
         return prepare()
@@ -49,7 +49,7 @@ def find() -> KernelLibrary | None:
 
 
 def packed_shape(columns: int, inputs: int) -> tuple[int, int, int, int]:
-    """Returns the shape of a packed weight: blocks of 32 columns, pairs of inputs, 32, 2."""
+    """Returns the shape of a packed weight: blocks of columns, pairs of inputs, 32 columns, 2 inputs."""
     pairs = -(-inputs // (2 * _UNIT_PAIRS)) * _UNIT_PAIRS
     return (-(-columns // _BLOCK_COLUMNS), pairs, _BLOCK_COLUMNS, 2)
 
@@ -58,10 +58,11 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """Packs a weight into the layout that the op reads.
 
     Args:
-        weight: [n, k], bf16, cpu, rows contiguous.
+        weight: [n, k] (n columns, k inputs), bf16, on the CPU, rows contiguous.
 
     Returns:
-        [ceil(n / 32), ceil(k / 32) * 16, 32, 2], bf16: blocks of 32 columns, pairs of k, zeros at the edges.
+        [ceil(n / 32), ceil(k / 32) * 16, 32, 2], bf16: blocks of columns, pairs of inputs, 32 columns, 2
+        inputs. Columns and inputs beyond n and k are zeros.
 
     Raises:
         ValueError: the shape, dtype or device differs.
@@ -84,9 +85,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
     """Returns x times a packed weight, plus bias: [..., columns], bf16, sums in float32.
 
-    On CPUs with AVX512-BF16 or AMX, denormal weights, inputs, products and sums (below 2**-126 in size) count
-    as zero. So infinity times a denormal is NaN there. With AVX-512F alone, denormals keep their values
-    (source/linear.h).
+    On CPUs with AVX512-BF16 or AMX, denormal numbers (below 2**-126 in size) count as zero, also in products
+    and sums. So infinity times a denormal number is NaN. On CPUs with AVX-512F only, denormal numbers keep
+    their values (source/linear.h).
 
     Args:
         x: [..., k], bf16, cpu.
@@ -128,7 +129,7 @@ def _call_kernel(
 
 
 def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> None:
-    """Raises RuntimeError for a wrong dtype or shape. The kernel gets only addresses, so it cannot check."""
+    """Raises RuntimeError for a wrong dtype or shape, because the kernel gets only addresses."""
     blocks, pairs = packed.shape[0], packed.shape[1]
     inputs = x.shape[-1]
     if x.dtype != torch.bfloat16 or packed.dtype != torch.bfloat16 or not packed.is_contiguous():
@@ -136,7 +137,7 @@ def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor |
             "heteroinfer::linear: x and the packed weight must be bf16, the weight contiguous "
             f"(got x {x.dtype}, weight {packed.dtype})"
         )
-    # The packed weight has the inputs of x, padded to whole units.
+    # The packed weight has as many inputs as x, padded to a whole unit.
     inputs_fit = 0 < inputs <= 2 * pairs < inputs + 2 * _UNIT_PAIRS
     columns_fit = 0 < columns <= blocks * _BLOCK_COLUMNS
     if not (inputs_fit and columns_fit):
@@ -156,5 +157,5 @@ def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor |
 def _fake_linear(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int
 ) -> torch.Tensor:
-    """Returns an empty result of the op, for torch's tracing."""
+    """Returns an uninitialized result of the op's shape, for torch's tracing."""
     return x.new_empty((*x.shape[:-1], columns))

@@ -16,7 +16,7 @@ AUTO = "auto"
 ONEDNN = "onednn"
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""A layer's `cpu_linear`: takes the input, `layer.weight` and the bias."""
+"""The `cpu_linear` of a layer: takes the input, `layer.weight` and the bias, and returns the output."""
 
 
 def is_wanted(env: Mapping[str, str]) -> bool:
@@ -34,7 +34,7 @@ def is_wanted(env: Mapping[str, str]) -> bool:
 
 
 class LinearLayers:
-    """Makes vLLM's layers use our kernels. Logs each reason for leaving a layer to vLLM once."""
+    """Makes vLLM's layers use our kernels. If vLLM must compute layers, logs each reason once."""
 
     def __init__(self) -> None:
         self._library: KernelLibrary | None = None
@@ -48,12 +48,12 @@ class LinearLayers:
 
         Args:
             layer: a layer with a loaded `weight`.
-            remove_weight: vLLM's argument: whether only `cpu_linear` reads the weight.
+            remove_weight: whether only `cpu_linear` reads the weight. vLLM sets this argument.
         """
         problem = self._find_problem(layer)
+        if problem:
+            self._log_once(logging.INFO, f"CPU linear layers with {problem}: vLLM computes them (oneDNN)")
         if problem is not None:
-            if problem:
-                self._log_once(logging.INFO, f"CPU linear layers with {problem}: vLLM computes them (oneDNN)")
             return False
         weight = layer.weight.data
         columns = weight.shape[0]
@@ -67,7 +67,7 @@ class LinearLayers:
     def _find_problem(self, layer: torch.nn.Module) -> str | None:
         """Returns why the kernels cannot compute a layer; None if they can.
 
-        Returns "" for a reason that the caller must not log.
+        Returns "" if no reason must be logged for this layer.
         """
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.device.type != "cpu":
@@ -89,7 +89,7 @@ class LinearLayers:
             self._library = linear.prepare()
         except KernelsUnavailableError as error:
             self._log_once(
-                logging.WARNING, f"CPU linear layers: using vLLM's slower kernels (oneDNN): {error}"
+                logging.WARNING, f"CPU linear layers: vLLM's slower kernels (oneDNN) compute them: {error}"
             )
             return False
         paths, threads = ", ".join(self._library.paths), self._library.calls.heteroinfer_threads()
@@ -106,7 +106,7 @@ class LinearLayers:
 
 
 def _multiplier(columns: int) -> Product:
-    """Returns a function, with the arguments that vLLM passes, for packed weights of `columns` columns."""
+    """Returns the `cpu_linear` of a layer whose packed weight has `columns` columns."""
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiplies the input by the packed weight, and adds the bias."""
@@ -116,10 +116,11 @@ def _multiplier(columns: int) -> Product:
 
 
 def _lazy_multiplier(weight: torch.Tensor) -> Product:
-    """Returns a function that multiplies by an embedding's table, and packs the table at its first call.
+    """Returns the `cpu_linear` of an embedding. Its first call packs a copy of the table.
 
-    vLLM only looks up rows in most embeddings, and a packed copy would waste memory. A model that uses an
-    embedding as its head does so in the warm-up, before the worker measures the headroom for the KV cache.
+    vLLM only looks up rows in most embeddings, so a packed copy would waste memory. A model that uses an
+    embedding as its head makes the first call in the warm-up, before the worker measures the headroom for the
+    KV cache.
     """
     packed: list[torch.Tensor] = []
 
@@ -142,7 +143,8 @@ def _is_head(layer: torch.nn.Module) -> bool:
 def _head_dtype() -> torch.dtype | None:
     """Returns the type in which vLLM computes logits, or None without a model's configuration.
 
-    If this type differs from the type of the head's weight, vLLM reads that weight itself.
+    If this type differs from the type of the head's weight, vLLM reads the weight itself, so the weight must
+    not be packed.
     Source: vllm/model_executor/layers/logits_processor.py::LogitsProcessor._apply_head@v0.32.0.
     """
     from vllm.config import get_current_vllm_config_or_none

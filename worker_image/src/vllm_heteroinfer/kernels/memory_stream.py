@@ -1,7 +1,7 @@
-"""Products with one row, which take as long as reading their weights from memory. Imports torch, not vLLM.
+"""Matrix products with one row, which measure the speed of memory. Imports torch, not vLLM.
 
-The products use our linear kernel, or torch's own product if our kernels are unavailable or the user turned
-them off.
+Such a product takes as long as reading its weights. The products use our linear kernel, or torch's if this
+process cannot use our kernel or the user turned it off.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ ReadingProduct = Callable[[], torch.Tensor]
 def memory_stream(*, ours: bool = True, max_bytes: int = MAX_SAMPLE_BYTES) -> list[ReadingProduct]:
     """Returns products of PRODUCT_BYTES each, which together read more bytes than all caches hold.
 
-    The weights stay in memory as long as the products.
+    Each product keeps its weights in memory.
 
     Args:
-        ours: whether to use our kernel, if this process can.
+        ours: whether to use our kernel, if this process can use it.
         max_bytes: limit of the bytes of all weights, even if caches hold more.
     """
     count = -(-min(bytes_beyond_caches(), max_bytes) // PRODUCT_BYTES)

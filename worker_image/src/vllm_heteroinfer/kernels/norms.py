@@ -7,11 +7,11 @@ import torch
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
 PROVIDER: Final = "vllm_cpu"
-"""vLLM's name for the implementation of norms that the platform of an eager rank selects by default."""
+"""vLLM's name for the implementation of norms that eager CPU ranks use by default."""
 _VECTOR: Final = 32
-"""Divisor of the number of elements of a row."""
+"""The kernels compute this number of elements at the same time, so a row must have a multiple."""
 _MAX_AXES: Final = 3
-"""Axes of rows: tokens, heads and elements."""
+"""Maximum number of axes: tokens, heads and elements."""
 
 
 def supports_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -29,7 +29,7 @@ def supports_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def norm(library: KernelLibrary, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, rounded once and contiguous."""
+    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis: contiguous, rounded once."""
     out = x.new_empty(x.shape)
     tokens, *heads, size = x.shape
     strides = x.stride()
@@ -62,7 +62,7 @@ def supports_add_and_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch
 def add_and_norm(
     library: KernelLibrary, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> None:
-    """Adds x to the residual, and writes the norm of the sum into x."""
+    """Writes x + residual into the residual, and the norm of this sum into x."""
     size = x.shape[-1]
     rows = x.numel() // size if size else 0
     library.calls.heteroinfer_add_and_norm(

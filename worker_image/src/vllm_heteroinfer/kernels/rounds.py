@@ -7,15 +7,16 @@ from typing import Any, Final
 
 ROUNDS: Final = 5
 MIN_S: Final = 0.05
-"""Minimum time of a measurement. Short rounds are repeated, so the clock's resolution does not matter."""
+"""Minimum time of a measurement. Short rounds are repeated for this time, so the clock is precise enough."""
 MAX_S: Final = 1.5
 """Time after which no further round begins."""
 
 
 def median_s(calls: Sequence[Callable[[], Any]], *, min_s: float = MIN_S, max_s: float = MAX_S) -> float:
-    """Returns the median time of a round over all calls, in seconds. The first round is a warm-up.
+    """Returns the median time of a round over all calls, in seconds. The warm-up round before does not count.
 
-    There are at least ROUNDS rounds, and rounds for at least `min_s`. But no round begins after `max_s`.
+    Measures at least ROUNDS rounds, and for at least `min_s` seconds. But no round begins after `max_s`
+    seconds.
     """
     _round(calls)
     times: list[float] = []

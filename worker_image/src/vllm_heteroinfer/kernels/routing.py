@@ -41,13 +41,14 @@ class _Layer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """Rule that chooses experts by a row's logits.
+    """Rule by which a router chooses a row's experts from the row's logits.
 
     Attributes:
         topk: experts for each row, at most `experts`.
         bias: [experts], float32, contiguous; added to scores for the choice, but not for the weights.
-        scoring: one of SCORES, in float32.
-        normalize: whether a row's weights add up to `factor`.
+        scoring: function that computes scores from logits, in float32: one of SCORES.
+        normalize: whether a row's weights are scaled so that they add up to `factor`.
+        factor: multiplies all weights.
 
     Raises:
         ValueError: a number, shape or dtype is out of range.
@@ -89,7 +90,7 @@ class ExpertChoice:
 
 
 class Chooser:
-    """Chooses experts by logits. If experts have equal scores, the lower number comes first."""
+    """Chooses experts by logits. Of two experts with equal scores, the lower number comes first."""
 
     def __init__(self, library: KernelLibrary, routing: ExpertChoice) -> None:
         self._call = library.calls.heteroinfer_choose_experts
@@ -101,7 +102,7 @@ class Chooser:
         return supports_logits(logits, self._routing.experts)
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns weights (float32) and numbers (int32) of the chosen experts, the highest score first.
+        """Returns weights (float32) and numbers (int32) of the chosen experts, in the order of their scores.
 
         Args:
             logits: [rows, experts], bf16 or float32, cpu, contiguous.
@@ -129,8 +130,8 @@ class Chooser:
 class Mixture:
     """A layer's router and routed experts in one call.
 
-    The result is bit-identical to calling the linear layer, `Chooser` and `experts` in turn. The object keeps
-    its parts alive, because the kernel reads raw pointers.
+    The result is bit-identical to the results of the linear layer, `Chooser` and `experts` in turn. The
+    object references its parts, because the kernel has only their addresses.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Mixture:
                 f"mixture: gate and routing must be for {num_experts} experts of {hidden} inputs (got gate "
                 f"{None if gate is None else tuple(gate.shape)}, routing to {routing.experts} experts)"
             )
-        self._referenced = (routing, packed, gate)  # the kernel has only their addresses
+        self._referenced = (routing, packed, gate)  # so that their memory stays valid
         self._experts, self._hidden, self._gated = num_experts, hidden, gate is not None
         scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)
         self._layer = _Layer(
@@ -186,13 +187,13 @@ class Mixture:
                 f"mixture: x must be [rows, {self._hidden}] bf16 with contiguous rows "
                 f"(got {tuple(x.shape)} {x.dtype}, strides {x.stride()})"
             )
-        # With a gate, the kernel computes the logits itself and ignores their type.
-        logits_address, logits_type = None, _LOGITS[torch.bfloat16]
-        if not self._gated:
-            if logits is None or _check_logits(logits, self._experts) != rows:
-                shape = None if logits is None else tuple(logits.shape)
-                raise ValueError(f"mixture: logits must have {rows} rows, as x has (got {shape})")
+        if self._gated:  # the kernel computes the logits itself, and ignores their type
+            logits_address, logits_type = None, _LOGITS[torch.bfloat16]
+        elif logits is not None and _check_logits(logits, self._experts) == rows:
             logits_address, logits_type = logits.data_ptr(), _LOGITS[logits.dtype]
+        else:
+            shape = None if logits is None else tuple(logits.shape)
+            raise ValueError(f"mixture: logits must have {rows} rows, as x has (got {shape})")
         y = x.new_empty((rows, self._hidden))
         self._call(
             self._layer_address,

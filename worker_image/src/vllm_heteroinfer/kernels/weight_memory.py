@@ -18,11 +18,12 @@ from typing import Final
 import torch
 
 HUGE_PAGE: Final = 2 << 20
-"""Bytes. Each tensor begins at a multiple, in the file and in this process, so that huge pages fit."""
+"""Bytes of a huge page. Each tensor begins at a multiple of this size, in the memfd and in this process, so
+that Linux can use huge pages."""
 NAME: Final = "heteroinfer-weights"
-"""Begin of the memfd's name in /proc/PID/maps."""
+"""Beginning of the memfd's name in /proc/PID/maps."""
 _MADV_COLLAPSE: Final = 25
-"""Needs Linux 6.1. Older kernels refuse it, and reads are slower."""
+"""Advice for madvise() that needs Linux 6.1. Older versions refuse the advice, and then reads are slower."""
 _PROT_NONE: Final = 0
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -48,14 +49,15 @@ class WeightMemory:
         self.name = f"{NAME}-{secrets.token_hex(16)}"
         self.fd = os.memfd_create(self.name)
         self.num_bytes = 0
-        # For each tensor: the first address, the address after the last, and the place in the file.
+        # For each tensor until it is freed: its first address, the address after its end, and its offset in
+        # the memfd.
         self._spans: list[tuple[int, int, int]] = []
-        self._end = weakref.finalize(self, os.close, self.fd)
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialized tensor in the memfd.
 
-        The mapping ends when the tensor is freed; written values stay in the file.
+        When the tensor is freed, its mapping ends. Written values stay in the memfd.
 
         Raises:
             OSError: the memory cannot be mapped.
@@ -66,15 +68,16 @@ class WeightMemory:
         length = _round_up_to_huge_pages(count * dtype.itemsize)
         os.ftruncate(self.fd, self.num_bytes + length)
         address = _map_aligned(self.fd, self.num_bytes, length)
-        self._spans.append((address, address + length, self.num_bytes))
+        span = (address, address + length, self.num_bytes)
+        self._spans.append(span)
         self.num_bytes += length
         # The tensor references `memory`, so the mapping ends only after the tensor is freed.
         memory = (ctypes.c_char * length).from_address(address)
-        weakref.finalize(memory, _libc.munmap, address, length)
+        weakref.finalize(memory, _unmap, self._spans, span)
         return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies a tensor into this memory, contiguous. Raises OSError if the memory cannot be mapped."""
+        """Returns a contiguous copy of a tensor in this memory; raises OSError if it cannot be mapped."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     def contains(self, tensor: torch.Tensor) -> bool:
@@ -82,7 +85,11 @@ class WeightMemory:
         return any(begin <= tensor.data_ptr() < end for begin, end, _ in self._spans)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Returns the place of a tensor's first byte in the file; raises KeyError for other tensors."""
+        """Returns the offset of a tensor's first byte in the memfd.
+
+        Raises:
+            KeyError: the tensor is not in this memory.
+        """
         address = tensor.data_ptr()
         for begin, end, offset in self._spans:
             if begin <= address < end:
@@ -99,12 +106,19 @@ class WeightMemory:
             _libc.madvise(address, end - address, _MADV_COLLAPSE)
 
 
+def _unmap(spans: list[tuple[int, int, int]], span: tuple[int, int, int]) -> None:
+    """Ends the mapping of a freed tensor. Another mapping may get its addresses, so `spans` forgets them."""
+    spans.remove(span)
+    begin, end, _ = span
+    _libc.munmap(begin, end - begin)
+
+
 _memory_in_use: ContextVar[WeightMemory | None] = ContextVar("weight_memory", default=None)
 
 
 @contextlib.contextmanager
 def place_weights_in(memory: WeightMemory) -> Iterator[None]:
-    """Places weights that are packed inside this context in `memory`, instead of private memory."""
+    """Places all weights that are packed inside this context in `memory` instead of private memory."""
     token = _memory_in_use.set(memory)
     try:
         yield
@@ -115,7 +129,7 @@ def place_weights_in(memory: WeightMemory) -> Iterator[None]:
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns an uninitialized tensor for packed weights.
 
-    Inside `place_weights_in` the tensor is in that memory, otherwise in private memory.
+    Inside of `place_weights_in`, the tensor is in the memory of this context, otherwise in private memory.
     """
     memory = _memory_in_use.get()
     return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
@@ -127,9 +141,10 @@ def _round_up_to_huge_pages(num_bytes: int) -> int:
 
 
 def _map_aligned(fd: int, offset: int, length: int) -> int:
-    """Maps `length` bytes of a file at a multiple of a huge page, and returns the address.
+    """Maps `length` bytes of a file at a multiple of a huge page. Returns the address.
 
-    Reserves one huge page more than needed, and releases the addresses before and after the mapping.
+    First reserves addresses for one more huge page, because mmap() itself does not align to huge pages. At
+    the end, releases the reserved addresses before and after the mapping.
     """
     reserved_address = _call_mmap(
         None,

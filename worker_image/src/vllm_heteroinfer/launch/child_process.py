@@ -28,7 +28,7 @@ REAP_TIMEOUT_S = 30.0
 process that takes longer hangs in the kernel, and no other process can end it."""
 REAP_INTERVAL_S = 0.01
 _TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Errors for too many open files. They end soon: clients cause them, and excess connections are closed."""
+"""Errors for too many open files. They end soon: connections cause them, and excess ones are closed."""
 
 
 class ProcessState(Enum):
@@ -186,7 +186,10 @@ class ChildProcess:
         return cls(label, process.stdout, process)
 
     def adopt(self, pid: int) -> None:
-        """Sets the process id after another process forked it. It must be a child of this process by now."""
+        """Sets the id of the process that another process has forked.
+
+        The new process must be a child of this process by now.
+        """
         self._process = ForkedProcess(pid)
 
     @property

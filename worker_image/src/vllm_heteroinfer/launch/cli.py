@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
-from heteroinfer_contract import names
+from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError, ModelIncompleteError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from heteroinfer_contract.group_key import GroupKey
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 LOG_FINISH_TIMEOUT_S = 1.0
 _SCRATCH = Path(tempfile.gettempdir())
-_SAME_LAUNCH = "Start the pods of a group with the operator or `heteroinfer up`, which set plan and addresses"
+_HOW_TO_START = (
+    "Start the pods of a group with the operator or `heteroinfer up`, which set plan and addresses"
+)
 MAX_OPEN_FILES = 65536
 MEASURING_MODULES: Mapping[str, str] = MappingProxyType(
     {"calibrate": "vllm_heteroinfer.calibration", "network": "vllm_heteroinfer.calibration.network"}
@@ -53,6 +55,24 @@ MEASURING_MODULES: Mapping[str, str] = MappingProxyType(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command (see `heteroinfer-worker --help`). Returns the exit code."""
+    parser = _build_parser()
+    # The commands that measure parse their own options, in the process that measures.
+    arguments, other_options = parser.parse_known_args(argv)
+    ensure_own_account()  # the cluster may have chosen a user id that the image has no account for
+    if other_options and arguments.command not in MEASURING_MODULES:
+        parser.error(f"unrecognized arguments: {' '.join(other_options)}")
+    if arguments.command == "inspect":
+        return inspect_model(arguments.model, arguments.termination_message_path, revision=arguments.revision)
+    if arguments.command == "fetch":
+        return _fetch(arguments)
+    if arguments.command in MEASURING_MODULES:
+        module = MEASURING_MODULES[arguments.command]
+        _exec_measuring(module, arguments.termination_message_path, other_options)  # never returns
+    return supervise(os.environ, Commands())
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    """Builds the parser of all commands, without the options of the commands that measure."""
     parser = argparse.ArgumentParser(prog="heteroinfer-worker", description="Entry point of a worker pod.")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("run", help="supervise the ranks of the pod that the environment describes (default)")
@@ -98,19 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"default: the value of {names.ENV_TERMINATION_MESSAGE_PATH}, or "
             f"{names.TERMINATION_MESSAGE_PATH} in a pod",
         )
-    # The commands that measure parse their own options, in the process that measures.
-    arguments, other_options = parser.parse_known_args(argv)
-    ensure_own_account()  # the cluster may have chosen a user id that the image has no account for
-    if other_options and arguments.command not in MEASURING_MODULES:
-        parser.error(f"unrecognized arguments: {' '.join(other_options)}")
-    if arguments.command == "inspect":
-        return inspect_model(arguments.model, arguments.termination_message_path, revision=arguments.revision)
-    if arguments.command == "fetch":
-        return _fetch(arguments)
-    if arguments.command in MEASURING_MODULES:
-        module = MEASURING_MODULES[arguments.command]
-        _exec_measuring(module, arguments.termination_message_path, other_options)  # never returns
-    return supervise(os.environ, Commands())
+    return parser
 
 
 def _port(text: str) -> int:
@@ -232,7 +240,7 @@ def _default_message_path(env: Mapping[str, str]) -> Path | None:
 def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
     """Runs the supervisor of the pod that `env` describes. Returns the exit code.
 
-    Reports an invalid environment in the termination message, like every failure.
+    Reports an invalid environment in the termination message, as the supervisor does for later failures.
     """
     handler = BackgroundHandler()
     _set_up_logging(handler, env)
@@ -250,20 +258,12 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
             key=None if group_key is None else group_key.of_epoch(launch.epoch),
         )
         _check_launch(plan, launch)
-        if env.get(names.ENV_MODEL_FETCHED) == "1":
+        if env.get(names.ENV_MODEL_FETCHED) == "1":  # the model comes from a cache, not from the user
             from heteroinfer_contract.model_cache import check_complete
 
             check_complete(Path(plan.engine.model))
     except ContractError as error:
-        incomplete = isinstance(error, ModelIncompleteError)
-        failure = Failure(
-            reason=FailureReason.MODEL_NOT_READABLE if incomplete else FailureReason.BAD_SETTINGS,
-            message=str(error),
-            # An incomplete model is a fault of this pod. All pods have the same settings, so a fault of the
-            # settings is not the fault of one pod.
-            pod=launch.pod_index if incomplete else None,
-            time=time.time(),
-        )
+        failure = _build_environment_failure(error, env)
         logging.getLogger(__name__).error("%s", error)
         termination_message.write(path, failure.to_json())
         code = names.EXIT_USAGE
@@ -273,6 +273,21 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
         code = asyncio.run(_run_supervisor(plan, launch, settings))
     handler.finish(LOG_FINISH_TIMEOUT_S)
     return code
+
+
+def _build_environment_failure(error: ContractError, env: Mapping[str, str]) -> Failure:
+    """Builds the failure of a supervisor that cannot start.
+
+    Only an incomplete model is the fault of this pod. All pods of a group have the same settings, so invalid
+    settings are not the fault of one pod.
+    """
+    incomplete = isinstance(error, ModelIncompleteError)
+    return Failure(
+        reason=FailureReason.MODEL_NOT_READABLE if incomplete else FailureReason.BAD_SETTINGS,
+        message=str(error),
+        pod=PodLaunch.from_env(env).pod_index if incomplete else None,
+        time=time.time(),
+    )
 
 
 def _raise_file_limit() -> None:
@@ -297,11 +312,11 @@ def _check_launch(plan: Plan, launch: PodLaunch) -> None:
     if len(launch.addresses) != pods:
         raise ContractError(
             f"{names.ENV_ADDRESSES}: must have {pods} addresses, one for each pod of the plan (got "
-            f"{len(launch.addresses)}). {_SAME_LAUNCH}"
+            f"{len(launch.addresses)}). {_HOW_TO_START}"
         )
     if not 0 <= launch.pod_index < pods:
         raise ContractError(
-            f"{names.ENV_POD_INDEX}: must be 0 to {pods - 1} (got {launch.pod_index}). {_SAME_LAUNCH}"
+            f"{names.ENV_POD_INDEX}: must be 0 to {pods - 1} (got {launch.pod_index}). {_HOW_TO_START}"
         )
 
 
@@ -311,7 +326,7 @@ def _step_timeout_s(env: Mapping[str, str]) -> float:
     try:
         return _seconds(text)
     except argparse.ArgumentTypeError as error:
-        raise ContractError(f"{names.ENV_STEP_TIMEOUT}: {error}") from error
+        raise ContractError(f"{names.ENV_STEP_TIMEOUT}: {error}. {codec.SAME_VERSION}") from error
 
 
 def _set_up_logging(handler: logging.Handler, env: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ RETRY_INTERVAL_S = 0.2
 RECONNECT_TIMEOUT_S = 0.4
 """Time-out of one attempt to reconnect. It is short because TCP repeats a lost first packet after 1 s."""
 RECONNECT_HELLO_TIMEOUT_S = 0.4
-"""First time-out for the leader's welcome after a reconnect. It doubles each time, for a busy leader."""
+"""First time-out for the leader's welcome after a reconnect. It doubles each time: the leader may be busy."""
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class ControlClient:
                 if isinstance(error, TimeoutError):
                     hello_timeout_s *= 2
                 await asyncio.sleep(RETURN_POLL_S)
-            except Refused:
+            except Refused:  # the leader's decision does not change
                 return False
             else:
                 log.info("reconnected to the leader after %.1f s", lost_link.silent_for_s())
@@ -208,7 +208,10 @@ class ControlClient:
         return self._link is not None and self._link.silent_for_s() <= self._launch.heartbeat_timeout_s
 
     def group_age_s(self) -> float:
-        """Returns the seconds since all pods of the group were last known to run."""
+        """Returns the seconds since all pods of the group were last known to run.
+
+        This is the time in the leader's last heartbeat, plus the time since that heartbeat.
+        """
         return 0.0 if self._link is None else self._group_age_s + self._link.silent_for_s()
 
     def check_silence(self) -> None:

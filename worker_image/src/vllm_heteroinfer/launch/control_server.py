@@ -212,6 +212,7 @@ class ControlServer:
         if old_link is not None:
             old_link.close()
         link.send(Message(welcome=True))
+        # A follower that was not connected has missed these messages.
         if self._announced_stop:
             link.send(Message(stopping=True))
         if self._verdict is not None:

@@ -48,13 +48,13 @@ def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet,
 
     The hyper-threads of a core share its execution units, so a rank uses only one hyper-thread of each core.
     If there are fewer cores than ranks, each hyper-thread counts as a core. A rank gets CPUs of one NUMA
-    node. If it would lose more than a quarter of its threads, it gets CPUs of several nodes.
+    node, or of several nodes if one node would cost the rank more than a quarter of its threads.
 
     Args:
         reserved: number of CPUs to leave free. They are the first CPUs of the nodes with the most free CPUs.
 
     Returns:
-        None if there are fewer CPUs than ranks and reserved ones.
+        None if there are too few CPUs for the ranks and the reserved CPUs.
     """
     whole_cores = _cores(cpus)
     single_cpus = [[cpu] for cpu in sorted(cpus, key=lambda cpu: cpu.id)]
@@ -125,7 +125,7 @@ def _most_threads_on_one_node(cpus_per_node: Sequence[int], ranks: int) -> int:
 
 
 def _take_from_one_node(free_cpus: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
-    """Takes the CPUs of a rank from the first node that has enough."""
+    """Takes the CPUs of a rank from the first node that has enough free CPUs."""
     node = next(node for node, cpus in free_cpus.items() if len(cpus) >= threads)
     taken, free_cpus[node] = free_cpus[node][:threads], free_cpus[node][threads:]
     return taken

@@ -77,9 +77,9 @@ def weigh(evidence: Evidence) -> Weight:
 def _weigh_own_end(failure: Failure) -> Weight:
     """Classifies a failure that the process itself or its supervisor reported, without a lost peer.
 
-    The end of a rank counts as its own end, except after SIGABRT (see _NEVER_A_CONSEQUENCE). The end of
-    vLLM's API server is usually a consequence of an engine that has lost a rank, except after a signal in
-    that set.
+    The end of a rank counts as its own end, except after SIGABRT (see _NEVER_A_CONSEQUENCE). The end or
+    silence of vLLM's API server is usually a consequence of an engine that has lost a rank, except after a
+    signal in that set.
     """
     exit_code = failure.exit_code or 0
     is_never_a_consequence = -exit_code in _NEVER_A_CONSEQUENCE

@@ -43,7 +43,7 @@ class EngineClock:
         self._now_s = now_s
         if ranks_busy:
             self._api_answered_s = now_s
-        elif api_answers:
+        elif api_answers:  # a server that answers no health check is silent, even if it sends messages
             self._api_answered_s = max(self._api_answered_s, now_s - api_silent_s)
         answered_s = now_s if ranks_busy else now_s - engine_unanswered_s
         self._engine_answered_s = max(self._engine_answered_s, answered_s)

@@ -14,6 +14,7 @@ from heteroinfer_contract.names import EXIT_OK, exit_code_of_signal
 def main() -> int:
     """Runs the command line (see `heteroinfer-worker --help`). Returns the exit code."""
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    # A slow import, so only now.
     from vllm_heteroinfer.launch.cli import main as run
 
     return run()

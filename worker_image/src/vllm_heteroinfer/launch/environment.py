@@ -55,7 +55,10 @@ class Host:
 
     @property
     def has_exclusive_cpus(self) -> bool:
-        """Whether no other pod uses the pod's CPUs, so binding threads slows down neither pod."""
+        """Whether no other pod uses the pod's CPUs, so binding threads slows down neither pod.
+
+        The kubelet gives such a pod fewer CPUs than the machine has, and no lower CPU limit.
+        """
         return len(self.cpus) < self.machine_cpus and self.usable_cpus == len(self.cpus)
 
 
@@ -136,7 +139,7 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
     base_env = _without_blank_threads(base_env)
     device = plan.ranks[0].device
     env = {**base_env, **_device_settings(plan, device, host)}
-    env.pop(names.ENV_RANK, None)
+    env.pop(names.ENV_RANK, None)  # vLLM's API server is not a rank
     if device is Device.CPU:
         env[names.ENV_VISIBLE_GPUS] = names.HIDE_GPUS
     env.setdefault(names.ENV_OMP_THREADS, "1")

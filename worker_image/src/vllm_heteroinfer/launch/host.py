@@ -144,7 +144,7 @@ def _interface_names() -> list[str]:
 
 def _addresses_of(interface: str) -> Iterator[IpAddress]:
     """Yields the IPv4 address and then the IPv6 addresses of an interface."""
-    request = struct.pack("256s", interface.encode()[:15])
+    request = struct.pack("256s", interface.encode()[:15])  # the kernel's limit of a name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
@@ -154,7 +154,7 @@ def _addresses_of(interface: str) -> Iterator[IpAddress]:
             yield ipaddress.IPv4Address(reply[20:24])  # struct ifreq: the name, then a sockaddr_in
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
-        fields = line.split()
+        fields = line.split()  # the address in hex, four numbers, the interface
         if fields[-1] == interface:
             yield ipaddress.IPv6Address(int(fields[0], 16))
 

@@ -44,7 +44,7 @@ from vllm_heteroinfer.pod.threads import LastingThread
 EXIT_CODE_WAIT_S = 0.15
 """Time to wait for the exit code of a rank that reported a failure or is exiting."""
 API_STOP_TIMEOUT_S = 3.0
-"""Time for vLLM's API server to close its connections. Then it is killed."""
+"""Time for vLLM's API server to close its connections. After this time, the server is killed."""
 STOP_INTERVAL_S = 0.02
 ENGINE_LIST_INTERVAL_S = 1.0
 """Interval for listing the processes of vLLM's API server while it starts."""
@@ -165,8 +165,8 @@ class PodProcesses:
         self._fork_client, server_end = ForkClient.open_pair()
         env = {**first.env, names.ENV_FORK_FD: str(server_end.fileno())}
         await self._start_one(replace(first, env=env), server_end)
-        for each in to_fork:
-            await self._request_fork(each, first, cpus)
+        for other in to_fork:
+            await self._request_fork(other, first, cpus)
         with contextlib.suppress(OSError):  # the first rank has ended: watch() reports this
             self._fork_client.end_requests()
         asyncio.get_running_loop().add_reader(
@@ -216,7 +216,7 @@ class PodProcesses:
                 log.info("started %s as process %d", answer.label, answer.pid)
             elif process.reported is None:
                 message = (
-                    f"its process cannot be forked: {answer.error}. Raise the pod's memory limit or the "
+                    f"the process cannot be forked: {answer.error}. Raise the pod's memory limit or the "
                     "pod's limit on processes"
                 )
                 process.reported = Failure(reason=exit_reason(process), message=message)
@@ -287,8 +287,8 @@ class PodProcesses:
         All children of vLLM's API server count as the engine.
 
         Args:
-            started: whether vLLM's API server is up. Then it starts no more processes, so its children are
-                listed only once more.
+            started: whether vLLM's API server is up. A server that is up starts no more processes, so its
+                children are listed only once more.
         """
         server = self._api
         if server is None or not server.child.started or server.failure_sent or self._draining:
@@ -299,7 +299,7 @@ class PodProcesses:
                 self._engine_pids = child_pids(server.child.pid)
             except OSError:  # too many open files: the next call tries again
                 return
-            self._engine_listed_at_s = math.inf if started else now_s
+            self._engine_listed_at_s = math.inf if started else now_s  # inf: never listed again
         clocks = {pid: self._engine_stop_clocks.get(pid, StopClock()) for pid in self._engine_pids}
         self._engine_stop_clocks = clocks
         stopped_s_by_pid = {pid: clock.stopped_for_s(pid, now_s) for pid, clock in clocks.items()}
@@ -405,8 +405,9 @@ class PodProcesses:
         elif has_ended or process.reported is not None:
             if process.failing_since_s is None:
                 process.failing_since_s = now_s
-            all_known = observation.exit_code is not None and not process.child.output.has_unread_output()
-            if all_known or now_s - process.failing_since_s > EXIT_CODE_WAIT_S:
+            has_all_output = not process.child.output.has_unread_output()
+            is_fully_known = observation.exit_code is not None and has_all_output
+            if is_fully_known or now_s - process.failing_since_s > EXIT_CODE_WAIT_S:
                 self._report_failure(process, observation, now_s)
 
     def _report_failure(

@@ -1,6 +1,6 @@
 """Decides whether a group can answer requests, which rank delays it, and whether a rank is overdue. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from heteroinfer_contract.failure import Failure, FailureReason
@@ -207,10 +207,10 @@ class StartClock:
 def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure | None:
     """Returns a failure that names the rank that blocks the others; None if no rank is overdue.
 
-    If a late rank waits for another rank that has been busy for more than half of the deadline, the other
-    rank is the culprit. (The other rank may have become busy after the late rank, so half is enough.) If the
-    other rank is not busy, or has been busy only for a short time, the late rank is the culprit: it waits for
-    a message that was lost. For a silent rank, the wait in its last report is ignored as outdated.
+    If a late rank waits for a rank that has been busy for more than half of the time-out, the awaited rank is
+    the culprit. (The awaited rank may have become busy after the late rank, so half is enough.) Otherwise the
+    late rank is the culprit, because it waits for a message that was lost. The last report of a silent rank
+    is outdated, so the wait in this report is ignored.
 
     Args:
         beats: last beats of all ranks that are busy or silent, for any time.
@@ -229,8 +229,17 @@ def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure
         key=lambda beat: (beat.waiting_for_rank is not None, -beat.late_s, beat.status.rank),
     )
     culprit = _follow_waits(suspect, slow)
+    return _build_stuck_failure(culprit, late, step_timeout_s)
+
+
+def _build_stuck_failure(culprit: RankBeat, late_ranks: Collection[int], step_timeout_s: float) -> Failure:
+    """Builds the failure that names the rank that blocks the others.
+
+    Args:
+        late_ranks: all ranks that are late, for the message.
+    """
     rank, is_silent = culprit.status.rank, culprit.silent_s > step_timeout_s / 2
-    others = sorted(set(late) - {rank})
+    others = sorted(set(late_ranks) - {rank})
     if is_silent:
         late_text = f"rank {rank} has sent its supervisor nothing for {culprit.silent_s:.0f} s"
     else:

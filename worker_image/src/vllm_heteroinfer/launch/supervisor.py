@@ -294,10 +294,12 @@ class Supervisor:
             # The warm-up may take longer than a step. After the warm-up, all ranks are ready and vLLM's API
             # server sends a first request of its own, in which a rank may be stuck. Only then does the limit
             # of a step apply.
-            if not view.computes or self._start_clock.no_progress_s(now_s) <= limit_s:
+            is_warming_up = not view.computes
+            if is_warming_up or self._start_clock.no_progress_s(now_s) <= limit_s:
                 return
         failure = find_stuck_rank(busy_ranks, limit_s) or self._engine_clock.find_overdue()
         if failure is not None:
+            # This supervisor accuses a rank that is late in a step. The rank's own report would prove more.
             accused = failure.reason is FailureReason.STEP_TIMEOUT
             self._on_evidence(Evidence(failure=replace(failure, time=time.time()), accused=accused))
 
@@ -359,8 +361,8 @@ class Supervisor:
         if self._client is not None:
             # Also send evidence that the leader is lost: a leader that still runs learns why this pod leaves.
             self._client.send(Message(evidence=evidence))
-        decides_alone = self._server is not None or leader_lost
-        wait_s = GATHER_S if decides_alone else VERDICT_TIMEOUT_S
+        is_decider = self._server is not None or leader_lost
+        wait_s = GATHER_S if is_decider else VERDICT_TIMEOUT_S
         self._call_later(wait_s, self._decide)
 
     def _call_later(self, wait_s: float, act: Callable[[], None]) -> None:
@@ -473,7 +475,10 @@ class Supervisor:
         self._conclude(
             Failure(
                 reason=FailureReason.POD_LOST,
-                message=f"pod {pod} was asked to stop (SIGTERM), and a group needs all its pods",
+                message=(
+                    f"pod {pod} was asked to stop (SIGTERM), and a group needs all its pods. Read the events "
+                    "of this pod and its node for the cause"
+                ),
                 pod=pod,
                 time=time.time(),
             )
@@ -507,7 +512,8 @@ class Supervisor:
             self._announce(verdict),
             name="announcement",
             failed=lambda error: log.error(
-                "the verdict may not have reached the other pods (%r), so they may report another cause",
+                "the verdict may not have reached the other pods (%r), so they may report another cause. The "
+                "log of this pod has the right cause",
                 error,
             ),
         )
@@ -548,7 +554,7 @@ class Supervisor:
     # Answers
 
     def _group_view(self) -> GroupView:
-        """Returns the current knowledge of all ranks. Only the leader has it."""
+        """Returns the current knowledge of all ranks. Call it on the leader only, which knows all ranks."""
         assert self._server is not None
         return GroupView(
             plan=self._plan,

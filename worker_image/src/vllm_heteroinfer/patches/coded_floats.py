@@ -1,4 +1,4 @@
-"""Linear layers in MXFP4, MXFP8 and NVFP4 by our kernels. Inputs are not rounded. Imports vLLM.
+"""Linear layers in MXFP4, MXFP8 and NVFP4 by our kernels, which do not round inputs. Imports vLLM.
 
 Sources: vllm/model_executor/kernels/linear/mxfp4/base.py::MxFp4LinearKernel@v0.32.0,
 .../mxfp8/Mxfp8LinearKernel.py::Mxfp8LinearKernel, .../nvfp4/base.py::NvFp4LinearKernel. vLLM itself has no
@@ -19,7 +19,7 @@ _NV_GROUP: Final = 16
 _NAME: Final = "weight"
 _SCALE: Final = "weight_scale"
 _FACTORS: Final = "heteroinfer_factors"
-"""Attribute of a layer in NVFP4 between vLLM's processing and our packing: the factor of each column."""
+"""Attribute that keeps the factor of each column of a layer in NVFP4, until the layer is packed."""
 
 
 class _AnyLayerKernel:
@@ -89,28 +89,28 @@ class CodedNvFp4Kernel(_AnyLayerKernel, NvFp4LinearKernel):
 
 
 def with_kept_divisors(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns a replacement of compressed-tensors' method that keeps the factors of joined layers."""
+    """Returns a replacement of compressed-tensors' method that keeps the factor of each joined layer."""
 
     def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
-        """Keeps the factors for our kernel, then calls vLLM's method. The file has the inverses."""
+        """Keeps the factors for our kernel, then calls vLLM's method."""
         if isinstance(self.kernel, CodedNvFp4Kernel):
-            divisors = layer.weight_global_scale.data
+            divisors = layer.weight_global_scale.data  # the inverses of the factors
             _keep_factors(layer, 1 / divisors.float())
-            divisors.fill_(divisors.max())
+            divisors.fill_(divisors.max())  # so that vLLM does not warn of different factors
         original(self, layer)
 
     return process_weights_after_loading
 
 
 def with_kept_factors(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns a replacement of ModelOpt's method that keeps the factors of joined layers."""
+    """Returns a replacement of ModelOpt's method that keeps the factor of each joined layer."""
 
     def process(self: Any, layer: torch.nn.Module, role: Any) -> None:
         """Keeps the factors for our kernel, then calls vLLM's method."""
         if isinstance(layer.quant_method.kernel, CodedNvFp4Kernel):
             factors = layer.weight_scale_2.data
             _keep_factors(layer, factors.float())
-            factors.fill_(factors.max())
+            factors.fill_(factors.max())  # so that vLLM does not warn of different factors
         original(self, layer, role)
 
     return process
@@ -119,8 +119,8 @@ def with_kept_factors(original: Callable[..., None]) -> Callable[..., None]:
 def _keep_factors(layer: torch.nn.Module, factors: torch.Tensor) -> None:
     """Keeps the factor of each column of a layer for `CodedNvFp4Kernel`.
 
-    If the layer's own factors differ, vLLM warns of wrong weights. With this kernel, the warning would be
-    wrong. So the callers then overwrite the layer's own factors with equal ones.
+    If the layer's own factors differ, vLLM warns of wrong weights. For this kernel, the warning would be
+    false. So after this call, callers overwrite the layer's own factors with equal factors.
 
     Args:
         factors: float32, one for each joined layer.
@@ -132,7 +132,7 @@ def _keep_factors(layer: torch.nn.Module, factors: torch.Tensor) -> None:
 def _pack_layer(
     layer: torch.nn.Module, form: Format, columns: int, inputs: int, factors: torch.Tensor | None = None
 ) -> CodedLayer:
-    """Packs a layer's codes and scales, without padding of the scales, and frees the scales."""
+    """Packs a layer's codes, and its scales without their padding. Removes the scales from the layer."""
     scales = getattr(layer, _SCALE).data[:columns, : form.groups(inputs)]
     weight = Coded(
         format=form,

@@ -1,4 +1,4 @@
-"""Linear layers in int4 and int8 by our kernels. Imports vLLM.
+"""Linear layers in int4 and int8 by our kernels, which do not round inputs. Imports vLLM.
 
 Sources: vllm/model_executor/kernels/linear/mixed_precision/MPLinearKernel.py::MPLinearKernel@v0.32.0 (AWQ,
 GPTQ and compressed-tensors in 4 and 8 bits), .../scaled_mm/ScaledMMLinearKernel.py::Int8ScaledMMLinearKernel.
@@ -17,11 +17,11 @@ _SYMMETRIC: Final = (scalar_types.uint4b8, scalar_types.uint8b128)
 _WITH_ZEROS: Final = (scalar_types.uint4, scalar_types.uint8)
 _WORD_BITS: Final = 32
 _FLIPPED: Final = {4: 0x88, 8: 0x80}
-"""Bits of a byte that differ between the checkpoint's codes, which start at 0, and two's complement."""
+"""By the bits of a code: the byte whose XOR turns codes that count from 0 into two's complement."""
 
 
 class CodedWNA16Kernel(MPLinearKernel):
-    """Weights of 4 or 8 bits with a scale for each group of inputs, and zero points if the file has them."""
+    """Weights of 4 or 8 bits with a scale, and perhaps a zero point, for each group of inputs."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -30,7 +30,7 @@ class CodedWNA16Kernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Returns whether the kernels support the layer; if not, also the unmet requirement."""
+        """Returns whether the kernels support the layer, and if not, the requirement that is not met."""
         types = _WITH_ZEROS if c.zero_points else _SYMMETRIC
         if c.weight_type not in types:
             names = ", ".join(map(str, types))
@@ -51,7 +51,8 @@ class CodedWNA16Kernel(MPLinearKernel):
         codes = words.contiguous().view(torch.uint8)[:, : -(-inputs * bits // 8)].bitwise_xor(_FLIPPED[bits])
         column_scales = scales.data if scales.output_dim == 0 else scales.data.t()
         group = self.config.group_size
-        if group == -1:  # one scale for each column. Zero points need a group, which then has all inputs
+        if group == -1:  # one scale for each column
+            # Our kernels subtract zero points from groups only, so with zero points all inputs are one group.
             group = -(-inputs // SHARED_COLUMNS) * SHARED_COLUMNS if self.config.zero_points else 0
         weight = Coded(
             format=Format(
@@ -79,7 +80,7 @@ class CodedWNA16Kernel(MPLinearKernel):
 def _unpack_zero_points(packed: Any, bits: int, columns: int) -> torch.Tensor:
     """Returns the zero points [columns, groups] as int8.
 
-    The checkpoint counts zero points from 0. The kernels count them, like the codes, from minus half of the
+    In the checkpoint, codes and zero points count from 0. In the kernels, both count from minus half of their
     range.
     """
     words = packed.data if packed.output_dim == 0 else packed.data.t()
@@ -89,7 +90,7 @@ def _unpack_zero_points(packed: Any, bits: int, columns: int) -> torch.Tensor:
 
 
 class CodedInt8Kernel(Int8ScaledMMLinearKernel):
-    """int8 weights with a scale for each column or for each layer that vLLM joins. Inputs are not rounded."""
+    """int8 weights with a scale for each column, or for each layer that vLLM joins. Does not round inputs."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

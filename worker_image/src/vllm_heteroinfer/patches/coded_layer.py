@@ -10,7 +10,7 @@ from vllm_heteroinfer.kernels.coded import Coded, Scale
 class CodedLayer:
     """A layer's weight, packed for our kernels.
 
-    The layer's parameter holds the packed bytes, and this object describes them.
+    The layer's parameter holds the packed bytes. This object holds their format and sizes.
     """
 
     def __init__(self, layer: torch.nn.Module, name: str, weight: Coded, *, keep: bool = False) -> None:
@@ -37,7 +37,7 @@ class CodedLayer:
 
 
 def free_parameters(layer: torch.nn.Module, *names: str | None) -> None:
-    """Frees parameters whose values are in the packed weight."""
+    """Removes parameters of a layer, because the packed weight contains their values. Ignores None."""
     for name in names:
         if name is not None and getattr(layer, name, None) is not None:
             setattr(layer, name, None)

@@ -24,7 +24,7 @@ from vllm_heteroinfer.patches.registry import CPU_ATTENTION
 from vllm_heteroinfer.patches.replacing import replace
 
 _HALVES: Final = "heteroinfer_halves"
-"""Attribute of a KV cache tensor with its `_CacheHalves`. So the views are freed together with the cache."""
+"""Attribute of a KV cache tensor that holds its `_CacheHalves`, so that both are freed at the same time."""
 _DECODER: Final = AttentionType.DECODER
 
 
@@ -42,7 +42,7 @@ class _CacheHalves:
     """Keys and values of a KV cache, in the form that vLLM's operations expect.
 
     Attributes:
-        address: address of the cache when these views were made.
+        address: address of the cache when these views were made; another address makes them invalid.
         keys: [blocks, KV heads, block size, head size], a view of the cache's memory.
         values: same shape, also a view.
     """
@@ -53,7 +53,7 @@ class _CacheHalves:
 
 
 def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a forward() that calls vLLM's two operations directly, or calls `original`."""
+    """Returns a forward() that calls vLLM's two operations directly. It calls `original` in unusual cases."""
     update = torch.ops._C.cpu_attn_reshape_and_cache.default
     attend = torch.ops._C.cpu_attention_with_kv_cache.default
 
@@ -67,28 +67,18 @@ def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., t
     ) -> torch.Tensor:
         """Writes keys and values into the cache, then computes attention, by one operation each.
 
-        Calls `original` for everything except the usual case of a decoder with a KV cache of its own.
+        Calls `original` in all unusual cases. Usual is a decoder's layer with a KV cache of its own.
         """
         has_usual_arguments = (
             output_shape is None and output_dtype is None and key is not None and value is not None
         )
         if not has_usual_arguments or not self.use_direct_call or torch.compiler.is_compiling():
             return original(self, query, key, value, output_shape, output_dtype)
-        context, impl, name = get_forward_context(), self.impl, self.layer_name
-        metadata = context.attn_metadata
-        if (
-            type(metadata) is not dict
-            or has_kv_transfer_group()
-            or not _needs_only_two_operations(self, impl)
-        ):
+        slots_and_batch = _find_slots_and_batch(self)
+        if slots_and_batch is None:
             return original(self, query, key, value)
-        mapping, batch = context.slot_mapping.get(name), metadata.get(name)
-        if mapping is None or batch is None:
-            return original(self, query, key, value)
-        cache = self.kv_cache
-        halves = getattr(cache, _HALVES, None)
-        if halves is None or halves.address != cache.data_ptr():
-            halves = _cut_into_halves(cache)
+        slots, batch = slots_and_batch
+        halves, impl = _halves_of(self.kv_cache), self.impl
         keys, values = halves.keys, halves.values
         rows, size = query.shape[0], self.head_size
         scales_and_type = (self._k_scale_float, self._v_scale_float, impl.kv_cache_dtype)
@@ -98,7 +88,7 @@ def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., t
             value.view(-1, self.num_kv_heads, size),
             keys,
             values,
-            mapping,
+            slots,
             self.isa,
             *scales_and_type,
         )
@@ -128,8 +118,25 @@ def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., t
     return forward
 
 
+def _find_slots_and_batch(layer: Any) -> tuple[Any, Any] | None:
+    """Returns a layer's slots in the KV cache and its batch, for the present step.
+
+    Returns None in unusual cases, which only vLLM's own function handles.
+    """
+    context, name = get_forward_context(), layer.layer_name
+    batches = context.attn_metadata
+    if (
+        type(batches) is not dict
+        or has_kv_transfer_group()
+        or not _needs_only_two_operations(layer, layer.impl)
+    ):
+        return None
+    slots, batch = context.slot_mapping.get(name), batches.get(name)
+    return None if slots is None or batch is None else (slots, batch)
+
+
 def _needs_only_two_operations(layer: Any, impl: Any) -> bool:
-    """Returns whether the layer owns its cache and needs only vLLM's two operations."""
+    """Returns whether the layer has a cache of its own, and vLLM would only call its two operations."""
     return (
         type(impl) is CPUAttentionBackendImpl
         and impl.attn_type == _DECODER
@@ -140,11 +147,17 @@ def _needs_only_two_operations(layer: Any, impl: Any) -> bool:
     )
 
 
-def _cut_into_halves(cache: torch.Tensor) -> _CacheHalves:
-    """Cuts a cache [blocks, KV heads, block size, 2 * head size] into halves and stores them on the cache."""
+def _halves_of(cache: torch.Tensor) -> _CacheHalves:
+    """Returns the keys and values of a cache, [blocks, KV heads, block size, 2 * head size].
+
+    Stores them on the cache, and cuts the cache again only if it has moved.
+    """
+    stored: _CacheHalves | None = getattr(cache, _HALVES, None)
+    if stored is not None and stored.address == cache.data_ptr():
+        return stored
     blocks, heads, block_size, _ = cache.size()
-    # The views become an attribute of the cache. Without `detach`, they would refer back to the cache, and
-    # this cycle would keep its memory.
+    # The views become an attribute of the cache. Without `detach`, the views would refer to the cache, and
+    # this cycle of references would keep the cache's memory.
     keys, values = cache.detach().view((blocks, heads, block_size * 2, -1)).chunk(2, dim=2)
     halves = _CacheHalves(address=cache.data_ptr(), keys=keys, values=values)
     setattr(cache, _HALVES, halves)

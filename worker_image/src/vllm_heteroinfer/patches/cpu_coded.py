@@ -1,7 +1,8 @@
-"""The patch `cpu_coded`: quantized linear layers of a CPU rank go to our kernels for coded weights.
+"""The patch `cpu_coded`: our kernels for coded weights compute quantized linear layers of a CPU rank.
 
-vLLM chooses the class of a kernel from lists by platform; `install` puts ours first in the lists of CPUs. Our
-kernels do not round inputs to 8 bits, and keep weights as wide as in the checkpoint. Imports vLLM.
+vLLM has a list of kernel classes for each platform, and uses the first class that supports a layer. `install`
+puts our classes first in the lists for CPUs. Our kernels do not round inputs to 8 bits, and keep weights as
+wide as in the checkpoint. Imports vLLM.
 Source: vllm/model_executor/kernels/linear/__init__.py::choose_scaled_mm_linear_kernel@v0.32.0.
 """
 
@@ -54,9 +55,10 @@ _GROUP = 128
 
 
 def install() -> None:
-    """Puts our kernels first in vLLM's lists for CPUs, and keeps the FP8 scales of joined layers.
+    """Puts our kernels first in vLLM's lists for CPUs, and keeps the scales of joined layers.
 
-    Does nothing if the user chose vLLM's kernels, or if this CPU has no kernels.
+    vLLM joins layers with the same input, such as q, k and v. Does nothing if the user chose vLLM's kernels,
+    or if this CPU cannot run our kernels.
     """
     if not is_wanted(os.environ):
         return
@@ -81,22 +83,28 @@ def install() -> None:
     replace(CPU_CODED_MODELOPT_SCALES, _with_kept_scales)
     replace(CPU_CODED_FACTORS, with_kept_divisors)
     replace(CPU_CODED_MODELOPT_FACTORS, with_kept_factors)
-    _logger.info("CPU quantized linear layers: HeteroInfer's kernels (%s)", ", ".join(library.coded_paths))
+    _logger.info(
+        "CPU quantized linear layers: HeteroInfer's kernels compute them (%s)", ", ".join(library.coded_paths)
+    )
 
 
 def _with_kept_scales(_: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement that keeps the weights of joined layers, and repeats each layer's scale.
+    """Returns a replacement that keeps the weights of joined layers, and repeats the scale of each layer.
 
-    vLLM's own function, whose name the replacement has, would round the weights again to share one scale.
+    vLLM's own function rounds the weights again, so that all joined layers share one scale.
     """
 
     def requantize_with_max_scale(
         weight: torch.Tensor, weight_scale: torch.Tensor, logical_widths: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a scale for each column, or one scale, and the unchanged weight.
+        """Returns a scale for each column, or one scale for all, and the unchanged weight.
 
         If the checkpoint stores the joined layers as one tensor (such as qkv_proj), the tensor has one scale.
-        vLLM then fills the other scales with the smallest number.
+        Then vLLM sets the first of the scales, and the others are the smallest number.
+
+        Args:
+            weight_scale: scale of each joined layer.
+            logical_widths: number of columns of each joined layer.
         """
         is_filled = weight_scale.ndim > 0 and bool(weight_scale[-1] <= torch.finfo(torch.float8_e4m3fn).min)
         has_one_scale = weight_scale.ndim == 0 or is_filled
@@ -120,7 +128,7 @@ class CodedFp8Kernel(FP8ScaledMMLinearKernel):
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
         """Returns whether the kernels support the layer's scales, and the requirement, for vLLM's error."""
         shape = c.weight_quant_key.scale.group_shape
-        # vLLM describes one scale for each column in two ways: per channel, or per token.
+        # vLLM has two names for one scale for each column of a weight: per channel, or per token.
         return shape.is_per_tensor() or shape.is_per_channel() or shape.is_per_token(), (
             "the layer must have one scale for each column, or one for all weights"
         )
@@ -169,7 +177,7 @@ class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the codes, with the scale of each block repeated for each 32 columns."""
+        """Packs the codes, and repeats the scale of each block for each 32 columns, as the kernels need."""
         params = self._get_layer_params(layer)
         codes, scales = params.weight.data.contiguous(), params.block_scale.data
         if scales.dtype in {torch.float8_e8m0fnu, torch.uint8}:
@@ -184,8 +192,8 @@ class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
             codes=codes.view(torch.uint8),
             scales=scales.contiguous(),
         )
-        # Latent attention reads the weight of one of its linear layers directly, so this layer keeps its
-        # weight.
+        # Latent attention (MLA) reads the weight of one of its linear layers directly. vLLM marks this layer,
+        # and the layer keeps its weight.
         keep = getattr(layer, "_cpu_skip_gemm_dispatch", False)
         self._coded = CodedLayer(layer, params.WEIGHT, weight, keep=keep)
 

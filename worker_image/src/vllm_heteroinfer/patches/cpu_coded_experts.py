@@ -1,8 +1,9 @@
 """The patch `cpu_coded_experts`: CPU stages compute quantized experts by our kernels for coded weights.
 
-vLLM's methods create and load the parameters of every format, but find no kernel for most formats on CPUs.
-With this patch, the methods find a kernel for each format, and our kernels pack and compute the experts. The
-patch `cpu_experts` still computes FP8 in blocks on CPUs with AVX-512. Imports vLLM. Source:
+vLLM has a method for each format, which creates and loads the experts' parameters. But a method refuses a
+format for which vLLM has no kernel, and on CPUs vLLM has none for most formats. With this patch, the methods
+accept each format, and our kernels pack and compute the experts. On CPUs with AVX-512, the patch
+`cpu_experts` still computes FP8 in blocks. Imports vLLM. Source:
 vllm/model_executor/layers/fused_moe/modular_kernel.py::FusedMoEExperts.is_supported_config@v0.32.0,
 .../routed_experts.py::RoutedExperts._get_quant_method.
 """
@@ -35,8 +36,8 @@ _CLASSES_OF_OUR_FORMATS: Final = frozenset(
         "Nvfp4QuantizationEmulationTritonExperts",
     }
 )
-"""Names of vLLM's classes of experts in our formats. They are vLLM's classes for CPUs or, for formats without
-such a class, the classes that keep the parameters as in the file."""
+"""Names of vLLM's classes of experts, one for each format of our kernels. For a format without a class for
+CPUs, it is the class that keeps the parameters as in the file."""
 
 
 class PackedStageExperts(Protocol):
@@ -55,13 +56,14 @@ class PackedStageExperts(Protocol):
 
 
 PackExperts = Callable[[Any, torch.dtype], PackedStageExperts]
-"""Packs the loaded experts of a RoutedExperts for inputs of a dtype."""
+"""Packs the experts that a RoutedExperts of vLLM has loaded. Takes also the type of inputs."""
 
 
 def install(pack_experts: PackExperts) -> None:
     """Replaces vLLM's choice of kernels for quantized experts in this process.
 
-    Does nothing if HETEROINFER_CPU_LINEAR=onednn. If our kernels are not available, only logs a warning.
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn. If this process cannot use our kernels, only logs a
+    warning.
     """
     if not is_wanted(os.environ):
         return
@@ -69,12 +71,12 @@ def install(pack_experts: PackExperts) -> None:
         coded.register()
     except KernelsUnavailableError as error:
         _logger.warning(
-            "HeteroInfer's kernels for quantized experts are not available, so vLLM's kernels compute these "
-            "experts, at another speed than planned: %s",
+            "this rank cannot use HeteroInfer's kernels for quantized experts, so vLLM's kernels compute "
+            "these experts, at another speed than planned: %s",
             error,
         )
         return
-    logged: set[str] = set()
+    logged: set[str] = set()  # each method of computing is logged once
     replace(CPU_CODED_EXPERTS_CHOICE, _with_our_formats)
     replace(CPU_CODED_EXPERTS_METHOD, lambda original: _with_our_method(original, pack_experts, logged))
 
@@ -103,21 +105,19 @@ def _with_our_formats(
 def _with_our_method(
     original: Callable[..., FusedMoEMethodBase], pack_experts: PackExperts, logged: set[str]
 ) -> Callable[..., FusedMoEMethodBase]:
-    """Returns a choice of methods that gives quantized experts to our kernels."""
+    """Returns a replacement of vLLM's choice of methods that gives quantized experts to our kernels."""
 
     def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
-        """Returns vLLM's method, changed so that our kernels pack and compute the experts."""
+        """Returns vLLM's method. For quantized experts, our kernels replace its packing and computing."""
         method = original(self, prefix, quant_config, moe_config)
-        if (
-            isinstance(method, UnquantizedFusedMoEMethod)
-            or not _has_all_experts(moe_config)
-            or _uses_cpu_experts(method, moe_config)
-        ):
+        is_unquantized = isinstance(method, UnquantizedFusedMoEMethod)
+        if is_unquantized or not _has_all_experts(moe_config) or _uses_cpu_experts(method, moe_config):
             return method
-        # The new class keeps the name, which vLLM's loader reads, and the base class, which models check.
+        # The method gets a new class with our functions. The new class has the same name, because vLLM's
+        # loader reads it, and the former class as its base, because models check for this class.
         vllm_class = type(method)
         own_members = {name: each for name, each in vars(_CodedMethod).items() if not name.startswith("__")}
-        # A function as a member would become a method, so `pack_experts` is in a tuple.
+        # Python makes a function in a class a method. In a tuple, `pack_experts` stays a plain function.
         settings = {"pack_experts": (pack_experts,), "logged": logged}
         method.__class__ = type(vllm_class.__name__, (vllm_class,), {**own_members, **settings})
         return method
@@ -152,7 +152,7 @@ class _CodedMethod:
     _experts: PackedStageExperts
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Packs the experts in place of the parameters."""
+        """Packs the experts, and replaces the layer's parameters by the packed weights."""
         (pack_experts,) = self.pack_experts  # `_with_our_method` explains the tuple
         self._experts = pack_experts(layer, self.moe.in_dtype)
         for name in list(layer._parameters):
@@ -186,10 +186,10 @@ class _CodedMethod:
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """Returns the sum of the chosen experts' answers, [rows, hidden], without shared experts."""
-        del shared_experts, shared_experts_input  # the runner computes them
+        del shared_experts, shared_experts_input  # vLLM's runner computes the shared experts
         weights = topk_weights.to(torch.float32)
         if layer.apply_router_weight_on_input:
-            x = (x * weights).to(x.dtype)  # a row has one expert, so it has one weight
+            x = (x * weights).to(x.dtype)  # each row of such a layer has one expert, and so one weight
             weights = torch.ones_like(weights)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         ids = topk_ids.to(torch.int32).contiguous()

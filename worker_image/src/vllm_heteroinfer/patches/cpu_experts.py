@@ -1,7 +1,7 @@
 """The patch `cpu_experts`: our kernels pack and compute bf16 and FP8 experts of a CPU rank.
 
-vLLM still computes experts that our kernels cannot: with biases, with other activations, or with sizes that
-are not a multiple of 32. Imports vLLM.
+vLLM still computes experts that our kernels do not support: experts with biases or other activations, and
+experts whose sizes are not multiples of 32. Imports vLLM.
 Source: vllm/model_executor/layers/fused_moe/experts/cpu_moe.py::CPUUnquantizedExperts@v0.32.0,
 ::CPUExpertsFp8 (only blocks of 128 x 128 and SiLU).
 """
@@ -37,10 +37,10 @@ _LIBRARY: Final = "heteroinfer_library"
 def install() -> None:
     """Replaces vLLM's packing and computing of bf16 and FP8 experts in this process.
 
-    Does nothing if HETEROINFER_CPU_LINEAR=onednn, which chooses vLLM's kernels for experts, too.
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn, because this setting is for experts, too.
     """
     if is_wanted(os.environ):
-        logged: set[torch.dtype] = set()
+        logged: set[torch.dtype] = set()  # use of our kernels is logged once for each type
         replace(CPU_EXPERTS_PACKING, partial(_with_our_bf16_packing, logged))
         replace(CPU_FP8_EXPERTS_PACKING, partial(_with_our_fp8_packing, logged))
         replace(CPU_EXPERTS_APPLY, _with_our_computation)
@@ -86,7 +86,7 @@ def _find_packing_library(weight: Any) -> KernelLibrary | None:
 def _with_our_bf16_packing(
     logged: set[torch.dtype], original: Callable[[Any, torch.nn.Module], None]
 ) -> Callable[[Any, torch.nn.Module], None]:
-    """Returns a replacement that packs bf16 experts for our kernels, and others by `original`."""
+    """Returns a replacement that packs bf16 experts for our kernels, and all other experts by `original`."""
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         """Packs a layer's experts in place of its parameters."""
@@ -106,12 +106,12 @@ def _with_our_fp8_packing(
     logged: set[torch.dtype],
     original: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Returns a replacement that packs FP8 experts for our kernels, and others by `original`."""
+    """Returns a replacement that packs FP8 experts for our kernels, and all other experts by `original`."""
 
     def prepare_fp8_moe_layer_for_cpu(
         w13: torch.Tensor, w2: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the packed weights of a layer's experts."""
+        """Returns the packed w13 and w2 of a layer's experts."""
         is_supported = (
             w13.dtype == w2.dtype == FP8 and can_pack(w13, gates=True) and can_pack(w2, gates=False)
         )
@@ -140,7 +140,7 @@ def _log_once(logged: set[torch.dtype], library: KernelLibrary, dtype: torch.dty
 
 
 def _with_our_computation(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns a replacement that computes experts packed by us, and others by vLLM's `original`."""
+    """Returns a replacement that computes experts which our kernels packed, and all others by `original`."""
 
     def apply(self: Any, **named: Any) -> None:
         """Writes each row's weighted sum of its experts to `output`."""

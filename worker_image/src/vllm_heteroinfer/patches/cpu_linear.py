@@ -1,9 +1,9 @@
 """The patch `cpu_linear`: our kernels compute bf16 linear layers of a CPU rank, instead of oneDNN.
 
 Layers that our kernels cannot compute go to vLLM's original function. Imports vLLM.
-Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0. Its callers
-import the function by name inside their own functions (linear.py::UnquantizedLinearMethod,
-vocab_parallel_embedding.py::UnquantizedEmbeddingMethod), so the module's attribute is the only binding.
+It is enough to replace the attribute of the module, because callers import the function inside their own
+functions (linear.py::UnquantizedLinearMethod, vocab_parallel_embedding.py::UnquantizedEmbeddingMethod).
+Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0.
 """
 
 import logging
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def _with_our_layers(layers: LinearLayers, original: Dispatch) -> Dispatch:
-    """Returns a dispatch() that packs a layer for our kernels, or calls vLLM's `original`."""
+    """Returns a dispatch() that packs a layer for our kernels, or calls `original` for unsupported layers."""
 
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         """Packs a layer, or lets vLLM choose its kernel."""

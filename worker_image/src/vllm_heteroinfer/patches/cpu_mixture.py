@@ -29,7 +29,7 @@ from vllm_heteroinfer.patches.registry import CPU_MIXTURE
 from vllm_heteroinfer.patches.replacing import replace
 
 _CHOICE: Final = "heteroinfer_mixture"
-"""Attribute of vLLM's runner that keeps its `_KernelChoice`."""
+"""Attribute of a runner of vLLM, which computes a mixture layer, with the runner's `_KernelChoice`."""
 _PACKED_AXES: Final = 4
 """Axes of a weight packed by `linear.pack`. vLLM's own weights have two axes or none."""
 
@@ -49,10 +49,10 @@ class _KernelChoice:
 
     Attributes:
         mixture: computes the layer; None if vLLM computes the layer.
-        weights: tensors whose raw pointers `mixture` has: for each, the mapping that contains the tensor, its
-            key, and its address.
+        weights: for each tensor whose raw pointer `mixture` has: the mapping that contains the tensor, its
+            key, and its address when the kernels were chosen.
         methods: mapping that contains the `quant_method` of the runner's experts.
-        method: that `quant_method`.
+        method: the `quant_method` for which the kernels were chosen.
         hidden: hidden size.
         num_logits: number of router logits that the model passes for each row; 0 if the runner computes the
             logits itself, by its gate.
@@ -68,8 +68,8 @@ class _KernelChoice:
     def is_valid(self) -> bool:
         """Returns whether the choice still holds for the runner.
 
-        Its weights must be at the same addresses as when the kernels were chosen, and its experts must have
-        the same `quant_method`.
+        The weights must still be at the same addresses, and the experts must still have the same
+        `quant_method`.
         """
         for owner, name, address in self.weights:
             tensor = owner.get(name)
@@ -79,7 +79,10 @@ class _KernelChoice:
 
 
 def _with_mixture_kernel(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a forward() that computes a layer in one call of our kernels, or calls vLLM's `original`."""
+    """Returns a forward() that computes a layer in one call of our kernels.
+
+    It calls vLLM's `original` for layers and inputs that our kernels do not support.
+    """
 
     def forward(
         self: Any,
@@ -88,7 +91,7 @@ def _with_mixture_kernel(original: Callable[..., torch.Tensor]) -> Callable[...,
         input_ids: torch.Tensor | None = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the experts' answer; chooses the kernels again if the weights have moved."""
+        """Returns the output of the experts. Chooses the kernels again if the weights have moved."""
         if torch.compiler.is_compiling():
             return original(self, hidden_states, router_logits, input_ids, shared_experts_input)
         kept_choice = self.__dict__.get(_CHOICE)
@@ -111,7 +114,7 @@ def _with_mixture_kernel(original: Callable[..., torch.Tensor]) -> Callable[...,
 def _supports_inputs(kept_choice: _KernelChoice, x: torch.Tensor, logits: torch.Tensor) -> bool:
     """Returns whether our kernels support these inputs.
 
-    The logits count only if the model computes them, not if the runner's gate does.
+    If the runner's gate computes the logits, `logits` does not matter.
     """
     supports_rows = (
         x.dtype is torch.bfloat16
@@ -136,7 +139,8 @@ def _choose_kernels(runner: Any) -> _KernelChoice:
     method = routed.quant_method
     routing = _find_routing(runner) if _consists_of_supported_parts(runner) else None
     library, gate = library_of(routed), runner.gate
-    if library is None or routing is None or not (gate is None or _has_packed_weight(gate)):
+    supports_gate = gate is None or _has_packed_weight(gate)
+    if library is None or routing is None or not supports_gate:
         return _KernelChoice(mixture=None, methods=methods, method=method)
     experts = packed_experts(method.moe_kernel.fused_experts, routed.w13_weight.data, routed.w2_weight.data)
     mixture = Mixture(library, routing, experts, None if gate is None else gate.weight.data)
@@ -157,9 +161,12 @@ def _choose_kernels(runner: Any) -> _KernelChoice:
 
 
 def _find_routing(runner: Any) -> ExpertChoice | None:
-    """Returns the router's choice of experts; None for routers that our kernels do not support."""
+    """Returns the rule by which the router chooses experts; None if our kernels do not support the router."""
     router = runner.router
-    return routing_of(router) if type(router) is CPURouter and router.eplb_state is None else None
+    # With `eplb_state`, vLLM moves experts between ranks to balance the load.
+    if type(router) is not CPURouter or router.eplb_state is not None:
+        return None
+    return routing_of(router)
 
 
 def _consists_of_supported_parts(runner: Any) -> bool:
@@ -182,7 +189,7 @@ def _consists_of_supported_parts(runner: Any) -> bool:
         type(runner) is not MoERunner
         or type(routed) is not RoutedExperts
         or any(each is not None for each in other_parts)
-        or parallel_sizes != {1}  # ranks split the experts
+        or parallel_sizes != {1}  # ranks divide the experts
         or config.is_sequence_parallel
         or runner.routed_scaling_factor != 1.0
         or routed.apply_router_weight_on_input
@@ -198,7 +205,8 @@ def _consists_of_supported_parts(runner: Any) -> bool:
 def _has_packed_weight(gate: Any) -> bool:
     """Returns whether a router's layer is a plain product with a weight that our kernels packed.
 
-    Output in float32 is allowed: `GateLinear.forward` rounds logits to bf16 before it widens them.
+    Output in float32 is allowed, because it has no more digits than bf16: `GateLinear.forward` rounds logits
+    to bf16 before it widens them.
     """
     return (
         type(gate) in {GateLinear, ReplicatedLinear}
@@ -206,5 +214,5 @@ def _has_packed_weight(gate: Any) -> bool:
         and gate.bias is None
         and gate.weight.ndim == _PACKED_AXES
         and getattr(gate, "out_dtype", None) in {None, torch.bfloat16, torch.float32}
-        and hasattr(gate, "cpu_linear")  # set when a CPU layer gets its kernel
+        and hasattr(gate, "cpu_linear")  # the attribute exists once a kernel was chosen for the layer
     )

@@ -26,7 +26,7 @@ Normed: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 def install() -> None:
     """Replaces vLLM's RMS norm in this process.
 
-    Does nothing if HETEROINFER_CPU_LINEAR=onednn, or if this CPU has no kernels.
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn, or if this CPU cannot run our kernels.
     """
     library = linear.find() if is_wanted(os.environ) else None
     if library is not None:
@@ -34,11 +34,11 @@ def install() -> None:
 
 
 def _with_our_norms(library: KernelLibrary, original: Callable[..., Normed]) -> Callable[..., Normed]:
-    """Returns a forward_native() that calls our kernels, or vLLM's `original`."""
+    """Returns a forward_native() that calls our kernels if they support the norm, else vLLM's `original`."""
     norm_operation, add_and_norm_operation = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
 
     def forward_native(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
-        """Returns the norm of x, or adds x to the residual first and returns both."""
+        """Returns the norm of x. With a residual, returns the norm of x + residual, and this sum."""
         operation = norm_operation if residual is None else add_and_norm_operation
         if torch.compiler.is_compiling() or not _can_replace(self, operation):
             return original(self, x, residual)
@@ -56,7 +56,11 @@ def _with_our_norms(library: KernelLibrary, original: Callable[..., Normed]) -> 
 
 
 def _can_replace(norm: Any, operation: Any) -> bool:
-    """Returns whether a norm covers whole rows, has a weight, and uses our platform's implementation."""
+    """Returns whether our kernels may compute a norm.
+
+    The norm must have a weight and cover whole rows, and the user must not have chosen another implementation
+    of `operation`.
+    """
     has_weight = norm.has_weight and norm.pass_weight and norm.pass_weight_add
     if not has_weight or norm.variance_size_override is not None:
         return False

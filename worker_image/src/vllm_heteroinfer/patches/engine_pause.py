@@ -1,8 +1,8 @@
 """The patch `engine_pause`: the engine does not sleep between a step's answer and the next step.
 
 With a queue of batches, the call that receives a batch's answer schedules nothing, because the next batch
-depends on that answer. vLLM treats such a call as an idle step and sleeps 1 ms, so that background threads
-can run. With one decode batch in flight, this adds 1 ms to every token. Imports vLLM.
+depends on the answer. vLLM treats such a call as an idle step and sleeps 1 ms, so that background threads can
+run. If only one decode batch is in flight, each token takes 1 ms longer. Imports vLLM.
 Source: vllm/v1/engine/core.py::EngineCoreProc._process_engine_step@v0.32.0. Its only caller is a method of
 the same class, so the class's attribute is the only binding.
 """
@@ -27,7 +27,7 @@ def _with_counted_answers(original: Callable[[Any], bool]) -> Callable[[Any], bo
     """Returns a replacement that counts a step as executed if it has answers."""
 
     def process_engine_step(self: Any) -> bool:
-        """Runs vLLM's step with a step function that counts answers."""
+        """Runs vLLM's step, with a step function that counts a step with answers as executed."""
         step = self.step_fn
 
         def step_that_counts_answers() -> tuple[Any, bool]:
@@ -35,7 +35,7 @@ def _with_counted_answers(original: Callable[[Any], bool]) -> Callable[[Any], bo
             outputs, executed = step()
             return outputs, executed or bool(outputs)
 
-        # The engine reads this attribute in each call, so it can be replaced for this call on this instance.
+        # vLLM's function reads `step_fn` from this engine in each call, so it can be replaced for one call.
         self.step_fn = step_that_counts_answers
         try:
             return original(self)

@@ -9,7 +9,7 @@ class Patch:
     """A function of vLLM that HeteroInfer replaces.
 
     Attributes:
-        id: name of the module in this package that contains `install()`.
+        id: name of the module in this package whose `install()` applies the patch.
         target: the replaced function, as `module:attribute`.
         parameters: parameter names of the target, in order. Any other signature raises PatchError.
         processes: the only processes that apply the patch.
@@ -17,7 +17,7 @@ class Patch:
         upstream: link to a request for a change in vLLM; empty if there is no request yet.
         verified: versions of vLLM in which the tests of the patch passed.
         remove_when: change in vLLM after which the patch can be removed.
-        otherwise: how to serve without the patch, as the end of an error message; empty if impossible.
+        otherwise: end of an error message that explains how to serve without the patch; empty if impossible.
     """
 
     id: str
@@ -40,12 +40,12 @@ CPU_LINEAR: Final = Patch(
     target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     parameters=("layer", "remove_weight"),
     why=(
-        "bf16 linear layers use kernels that read weights faster than oneDNN for few rows. The function "
-        "chooses the layer without an option, a registry or a method to override. The patch also avoids "
-        "second copies of the embedding and the head"
+        "our kernels for bf16 linear layers read weights faster than oneDNN for few rows. vLLM has no "
+        "option, registry or method by which a plugin can choose the kernel of a CPU's linear layers. The "
+        "patch also avoids second copies of the embedding and the head"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM lets a platform or a plugin choose the CPU's linear layer, or is as fast",
+    remove_when="vLLM lets a plugin choose the kernel of a CPU's linear layers, or vLLM's kernel is as fast",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
 _EXPERTS: Final = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
@@ -54,11 +54,11 @@ CPU_EXPERTS_PACKING: Final = Patch(
     target=f"{_EXPERTS}:CPUUnquantizedExperts.process_weights_after_loading",
     parameters=("self", "layer"),
     why=(
-        "packs bf16 experts for kernels that read the chosen experts faster for few rows. vLLM chooses the "
-        "class of experts in a function (`fused_moe/oracle`) to which a plugin cannot add a class"
+        "packs bf16 experts for our kernels, which read the chosen experts faster for few rows. vLLM chooses "
+        "the class of experts in a function (`fused_moe/oracle`) to which a plugin cannot add a class"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM lets a platform or a plugin add classes of experts, or is as fast",
+    remove_when="vLLM lets a plugin add classes of experts, or vLLM's experts are as fast",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
 CPU_EXPERTS_APPLY: Final = replace(
@@ -75,7 +75,7 @@ CPU_FP8_EXPERTS_PACKING: Final = replace(
     CPU_EXPERTS_PACKING,
     target=f"{_EXPERTS}:prepare_fp8_moe_layer_for_cpu",
     parameters=("w13", "w2"),
-    why="packs FP8 experts in blocks in the same way. vLLM calls this function for all checkpoint formats",
+    why="packs experts in FP8 blocks for our kernels. vLLM calls this function for all checkpoint formats",
 )
 CPU_FP8_EXPERTS_APPLY: Final = replace(
     CPU_EXPERTS_APPLY,
@@ -90,9 +90,9 @@ CPU_INT4_EXPERTS_PACKING: Final = Patch(
         *("w13_bias", "w2_bias"),
     ),
     why=(
-        "vLLM unpacks 4-bit experts into 32-bit numbers before it packs them. It unpacks all "
-        "experts of a layer at the same time, which takes four to ten times their bytes. The patch packs one "
-        "expert after another"
+        "vLLM unpacks 4-bit experts into 32-bit numbers before it packs the experts for its kernels. It "
+        "unpacks all experts of a layer at the same time, which takes four to ten times their bytes. With "
+        "the patch, vLLM unpacks and packs one expert after another"
     ),
     verified=("0.32.0",),
     remove_when="vLLM packs 4-bit weights of CPUs in parts",
@@ -102,26 +102,30 @@ CPU_INT4_PACKING: Final = replace(
     CPU_INT4_EXPERTS_PACKING,
     target=f"{_INT4}._process_gptq_weights_w4a16",
     parameters=("self", "layer"),
-    why="packs 4-bit linear layers in slices, because vLLM unpacks a whole layer into 32-bit numbers",
+    why=(
+        "packs 4-bit linear layers in slices, to save memory: vLLM unpacks a whole layer into 32-bit numbers "
+        "before it packs the layer"
+    ),
 )
 CPU_INT4_PACKING_AMX: Final = replace(
     CPU_INT4_PACKING,
     target=f"{_INT4}._process_gptq_weights_w4a8",
-    why="packs 4-bit linear layers in slices on CPUs with AMX",
+    why="packs 4-bit linear layers in slices on CPUs with AMX, to save memory",
 )
 CPU_AWQ_PACKING: Final = replace(
     CPU_INT4_PACKING,
     target="vllm.model_executor.layers.quantization.auto_awq:_convert_awq_to_standard_format",
     parameters=("layer", "w_q_name", "w_zp_name", "size_bits"),
-    why="converts AWQ weights to GPTQ's order in slices, because vLLM unpacks a whole layer",
+    why="converts AWQ weights to GPTQ's order in slices, to save memory: vLLM unpacks a whole layer",
 )
 CPU_CODED_SCALES: Final = Patch(
     id="cpu_coded",
     target="vllm.model_executor.layers.quantization.utils.w8a8_utils:requantize_with_max_scale",
     parameters=("weight", "weight_scale", "logical_widths"),
     why=(
-        "vLLM joins FP8 layers (q, k and v, or gate and up) and rounds their weights again to share one "
-        "scale, by an operation that CPUs lack. Our kernels keep the weights and take a scale for each column"
+        "vLLM joins FP8 layers (q, k and v, or gate and up). It rounds their weights again so that they "
+        "share one scale, by an operation that CPUs lack. Our kernels keep the weights and take a scale for "
+        "each column"
     ),
     verified=("0.32.0",),
     remove_when="vLLM keeps the scale of each joined layer",
@@ -152,25 +156,26 @@ CPU_CODED_MODELOPT_FACTORS: Final = replace(
     CPU_CODED_FACTORS,
     target="vllm.model_executor.layers.quantization.modelopt:KNvfp4Static.process",
     parameters=("self", "layer", "role"),
-    why="keeps the factors of joined layers in ModelOpt's files too",
+    why="keeps the factor of each joined layer in NVFP4, for checkpoints that ModelOpt wrote",
 )
 CPU_CODED_EXPERTS_CHOICE: Final = Patch(
     id="cpu_coded_experts",
     target="vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExperts.is_supported_config",
     parameters=("cls", "moe_config", "weight_key", "activation_key", "activation_format"),
     why=(
-        "vLLM's kernels for quantized experts on CPUs need AMX, and it has none for FP8 per channel and per "
-        "tensor, MXFP8 and NVFP4. Its methods call this function before they create the experts' parameters"
+        "vLLM's kernels for quantized experts on CPUs need AMX, and vLLM has no kernels for FP8 per channel "
+        "and per tensor, MXFP8 and NVFP4. Its methods ask this function whether they support a layer, so the "
+        "patch makes the function accept the formats of our kernels"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM lets a platform or a plugin add classes of experts",
+    remove_when="vLLM lets a plugin add classes of experts",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
 CPU_CODED_EXPERTS_METHOD: Final = replace(
     CPU_CODED_EXPERTS_CHOICE,
     target="vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts._get_quant_method",
     parameters=("self", "prefix", "quant_config", "moe_config"),
-    why="packs and computes these experts by our kernels, in every format that vLLM's methods load",
+    why="our kernels pack and compute quantized experts, in every format that vLLM's methods load",
 )
 CPU_ROUTER: Final = Patch(
     id="cpu_router",
@@ -190,11 +195,11 @@ CPU_MIXTURE: Final = Patch(
     parameters=("self", "hidden_states", "router_logits", "input_ids", "shared_experts_input"),
     why=(
         "CPU ranks without torch.compile compute the router, the choice of experts and the packed experts in "
-        "one call. vLLM calls a dozen functions for the same. For a few tokens, these calls take longer than "
-        "the experts, and no option selects another runner"
+        "one call. vLLM calls a dozen functions instead. For a few tokens, these calls take longer than the "
+        "experts, and no option selects another runner"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM lets a platform or a plugin choose the runner of experts, or vLLM's runner is as fast",
+    remove_when="vLLM lets a plugin choose the runner of experts, or vLLM's runner is as fast",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
 CPU_NORM: Final = Patch(
@@ -216,8 +221,8 @@ CPU_ATTENTION: Final = Patch(
     parameters=("self", "query", "key", "value", "output_shape", "output_dtype"),
     why=(
         "in each step, a CPU rank without torch.compile looks up each layer by name, and twice cuts the "
-        "layer's KV cache into keys and values. For a few rows, that takes longer than attention, and the "
-        "class of the backend cannot skip it"
+        "layer's KV cache into keys and values. For a few rows, this work takes longer than attention, and "
+        "another class of attention backend could not skip this work"
     ),
     verified=("0.32.0",),
     remove_when="vLLM keeps the halves of a CPU's KV cache",
@@ -242,11 +247,11 @@ ENGINE_PAUSE: Final = Patch(
     processes="the engine of a group",
     why=(
         "with a queue of batches (pipeline stages), the engine receives a step's output in a call that "
-        "schedules nothing. vLLM takes such a call for an idle step and sleeps 1 ms, so each token takes "
-        "1 ms longer. No option changes this, and no option selects another class of engine"
+        "schedules nothing. vLLM treats such a call as an idle step and sleeps 1 ms, so each token takes "
+        "1 ms longer. No option prevents the sleep, and no option selects another class of engine"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM sleeps only if a step also had no outputs",
+    remove_when="vLLM does not sleep after a step that had outputs",
 )
 
 PATCHES: Final = (
@@ -275,7 +280,12 @@ PATCHES: Final = (
 
 
 def build_refusal(patch: Patch, found: str, version: str) -> PatchError:
-    """Builds the error for a vLLM `version` that has `found` instead of the patch's target."""
+    """Returns the error for a vLLM that lacks the patch's target.
+
+    Args:
+        found: the replacement of the target in this vLLM, such as other parameters.
+        version: version of the installed vLLM.
+    """
     return PatchError(
         f"patch {patch.id}: vLLM must have {patch.target}({', '.join(patch.parameters)}) (got {found} in "
         f"vLLM {version}). Install vLLM {' or '.join(patch.verified)}{patch.otherwise}"

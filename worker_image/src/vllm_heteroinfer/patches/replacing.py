@@ -1,4 +1,4 @@
-"""Replaces functions of vLLM: checks the target, replaces it once, and keeps the original. Imports vLLM."""
+"""Replaces functions of vLLM. Checks each function, replaces it once and keeps the original. Imports vLLM."""
 
 import functools
 import importlib
@@ -9,17 +9,21 @@ from typing import Any
 from vllm_heteroinfer.patches.registry import Patch, build_refusal
 
 _ORIGINAL = "heteroinfer_original"
+"""Attribute of a replacement that has the original function."""
 
 
 def replace(patch: Patch, build_replacement: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replaces a patch's target by `build_replacement(original)`. A second call does nothing.
+    """Replaces the function of vLLM that a patch targets. A second call does nothing.
+
+    Args:
+        build_replacement: takes vLLM's function, and returns the replacement.
 
     Raises:
         PatchError: vLLM's function is missing or differs from the verified version.
     """
     owner, name = _find_target(patch)
     original: Any = getattr(owner, name, None)
-    if hasattr(original, _ORIGINAL):
+    if hasattr(original, _ORIGINAL):  # replaced already
         return
     check_target(patch, original)
     replacement = functools.wraps(original)(build_replacement(original))
@@ -30,7 +34,7 @@ def replace(patch: Patch, build_replacement: Callable[[Any], Callable[..., Any]]
 def check_target(patch: Patch, target: Any) -> None:
     """Raises PatchError unless `target` is the function that the patch was written for.
 
-    Compares the version too: a function with the same parameters can have another body.
+    Compares the version of vLLM, too, because a function with the same parameters can have another body.
     """
     import vllm
 

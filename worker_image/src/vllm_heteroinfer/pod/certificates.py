@@ -54,7 +54,7 @@ def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
         ) from error
     files = (env.get(_USER_VARIABLE, ""), *SYSTEM_BUNDLES)
     contents = (_read_or_empty(Path(file)) for file in files if file)
-    system_bundle = next(filter(None, contents), b"")
+    system_bundle = next(filter(None, contents), b"")  # the first file that exists and is not empty
     combined = folder / _COMBINED
     combined.write_bytes(b"\n".join((system_bundle, *certificates, b"")))
     for name in VARIABLES:

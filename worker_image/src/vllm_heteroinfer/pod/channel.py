@@ -109,7 +109,7 @@ class SupervisorMessage:
     """One line to a rank.
 
     Attributes:
-        group_age_s: time since the last heartbeat of the most silent peer's supervisor, in seconds.
+        group_age_s: seconds since the last heartbeat of the supervisor that has been silent longest.
         drain: whether to refuse new requests and let the running requests end.
     """
 
@@ -323,7 +323,7 @@ class RankReporter:
         self._send_last(RankMessage(engine_end=EngineEnd(exit_code=exit_code)))
 
     def heartbeat_age_s(self) -> float:
-        """Seconds since all supervisors of the group were last heard.
+        """Returns the seconds since all supervisors of the group were last heard.
 
         The age grows if a peer's supervisor or this rank's own supervisor becomes silent.
         """
@@ -333,7 +333,7 @@ class RankReporter:
     def close(self) -> None:
         """Ends the thread and closes the channel; the supervisor watches the process, not the channel."""
         self._closed.set()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:  # a thread cannot wait for itself
             self._thread.join(BEAT_INTERVAL_S + _JOIN_TIMEOUT_S)
         self._socket.close()
 

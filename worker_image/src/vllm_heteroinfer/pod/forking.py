@@ -28,7 +28,7 @@ MAX_MESSAGE_BYTES = 64 * 1024
 """Maximum size of a request, which must fit the socket's buffer. A request has only the variables that differ
 from those of the first process."""
 _ORPHANED_POLL_S = 0.001
-"""Time between two checks of a fork whether its parent has ended."""
+"""Interval at which a fork checks whether its parent has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def environment_changes(first: Mapping[str, str], target: Mapping[str, str]) -> 
 
 
 class ForkClient(SupervisorEnd):
-    """The supervisor's end of the channel to the pod's first process."""
+    """The supervisor's end of the channel by which it asks the pod's first process for forks."""
 
     @classmethod
     def open_pair(cls) -> tuple["ForkClient", socket.socket]:
@@ -116,7 +116,7 @@ class ForkClient(SupervisorEnd):
 
 
 class ForkServer:
-    """The first process's end."""
+    """Answers a ForkClient in the pod's first process, which forks the pod's other processes."""
 
     def __init__(self, channel: socket.socket, supervisor: int) -> None:
         self._socket = channel

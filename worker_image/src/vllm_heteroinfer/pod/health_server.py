@@ -76,6 +76,7 @@ class HealthServer:
         abort = writer.transport.abort
         with self._connections.counting(abort):
             try:
+                # After these errors, the client has left, is too slow, or sent no complete request.
                 with contextlib.suppress(
                     OSError, TimeoutError, asyncio.LimitOverrunError, asyncio.IncompleteReadError
                 ):

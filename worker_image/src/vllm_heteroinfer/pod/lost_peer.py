@@ -32,11 +32,11 @@ class Conversation:
 
     Args:
         peer: global rank at the other end; None for the engine.
-        what: name of the call, for the message.
+        call: name of the call, for the message.
     """
 
-    def __init__(self, peer: int | None, what: str) -> None:
-        self._peer, self._what = peer, what
+    def __init__(self, peer: int | None, call: str) -> None:
+        self._peer, self._call = peer, call
 
     def __enter__(self) -> None:
         """Begins the block."""
@@ -47,7 +47,9 @@ class Conversation:
         """Raises PeerGoneError in place of the connection's error."""
         if isinstance(error, RuntimeError | OSError) and not isinstance(error, PeerGoneError):
             other = "the engine" if self._peer is None else f"rank {self._peer}"
-            message = f"{self._what} failed, since {other} is gone or silent: {error}"
+            message = (
+                f"{self._call} failed, since {other} is gone or silent ({error}). Read the log of {other}"
+            )
             raise PeerGoneError(self._peer, message) from error
 
 

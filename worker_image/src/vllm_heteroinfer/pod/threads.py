@@ -28,7 +28,7 @@ def start_thread(
         """Runs the function, and passes an error to `failed`."""
         try:
             run()
-        except BaseException as error:  # the boundary of this thread
+        except BaseException as error:  # no thread may end without a report
             failed(error)
 
     thread = threading.Thread(target=guarded, name=name, daemon=True)

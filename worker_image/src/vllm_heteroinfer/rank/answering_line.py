@@ -50,9 +50,11 @@ class Line(Protocol):
         """Reports that this rank can answer, with the times of `LaneReady`."""
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
-        """Waits for an ask, and writes its layer and rows to `layer` and `rows`.
+        """Waits for an ask. Returns whether an ask came within the limit.
 
-        Returns False if no ask came within the limit.
+        Args:
+            layer: pointer to a number that gets the ask's layer.
+            rows: pointer to a number that gets the ask's number of rows.
 
         Raises:
             PeerGoneError: the rank that asks has ended.
@@ -96,7 +98,7 @@ def open_line(context: RankContext, expected: Shape) -> Line:
 def _wait_for_offer(context: RankContext, rank: int) -> Offer:
     """Waits for the offer of a slab by its owner, and returns the offer."""
     awaited = f"shared memory (slab) of rank {rank}"
-    return Offer.from_json(context.store.get(offer_key(rank), context.startup, what=awaited, rank=rank))
+    return Offer.from_json(context.store.get(offer_key(rank), context.startup, awaited=awaited, rank=rank))
 
 
 class SlabLine:
@@ -124,7 +126,9 @@ class SlabLine:
         result = self._wait(self._address, self.lane, self._spin_ns, limit_ns, layer, rows)
         if result == slab_library.STOPPED:
             raise PeerGoneError(
-                self._owner, f"rank {self._owner} has ended, so this rank gets no more layers to compute"
+                self._owner,
+                f"rank {self._owner} has ended, so this rank gets no more layers to compute. Read the log of "
+                f"rank {self._owner}",
             )
         return bool(result == slab_library.ASKED)
 
@@ -145,6 +149,7 @@ class PodLine:
         """Creates the pod's slab, and listens for the asking rank, which connects after `report_ready`."""
         self._context = context
         self._asking = context.plan.asking_rank(context.rank).rank
+        # The pod's slab has the shape of the asking rank's slab, but a lane for each rank of this pod.
         offered = _wait_for_offer(context, self._asking).shape
         check_offer(offered, expected, f"feed-forward rank {context.rank.rank}")
         self._lanes = pod_lanes(context.plan, context.rank)
@@ -176,11 +181,13 @@ class PodLine:
             self._connection.answer_trials()
         except (OSError, ContractError) as error:
             raise PeerGoneError(
-                self._asking, f"the connection to rank {self._asking} ended during its measurement: {error}"
+                self._asking,
+                f"the connection to rank {self._asking} ended while its speed was measured ({error}). Read "
+                f"the log of rank {self._asking}",
             ) from error
         context.reporter.set_awaited_rank(None)
         self._link = self._connection.link(self.lane)
-        self._link_at, self._layout = ctypes.byref(self._link), ctypes.byref(self.slab.layout)
+        self._link_pointer, self._layout_pointer = ctypes.byref(self._link), ctypes.byref(self.slab.layout)
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
         """Receives an ask over TCP into the pod's slab. Returns whether an ask came within the limit.
@@ -189,9 +196,9 @@ class PodLine:
             PeerGoneError: the connection to the asking rank has ended.
         """
         result = slab_library.load().heteroinfer_ff_receive(
-            self._link_at,
+            self._link_pointer,
             self.slab.address,
-            self._layout,
+            self._layout_pointer,
             self._shape.max_rows,
             self._spin_ns,
             limit_ns,
@@ -217,27 +224,33 @@ class PodLine:
         limit_s = stall_limit_s(self._ready, slab.asked_rows) - ACCUSE_EARLIER_S
         limit_ns = int(limit_s * 1e9)
         result = calls.heteroinfer_ff_reply(
-            self._link_at, slab.address, self._layout, self._ask_arrived_ns, self._spin_ns, limit_ns
+            self._link_pointer,
+            slab.address,
+            self._layout_pointer,
+            self._ask_arrived_ns,
+            self._spin_ns,
+            limit_ns,
         )
         if result == slab_library.WAS_STOPPED:
             raise self._build_lost_error()
-        # A result of n means that rank n - 1 of the pod is late, and -n means that this rank failed.
+        # A result of n means that rank n - 1 of the pod is late. -n means that rank n - 1 of the pod failed.
         if result > 0:
             raise build_late_error(self._lanes[result - 1].rank, slab.asked_layer, slab.asked_rows, limit_s)
-        if result < -1:  # -1 is this rank itself, which raises its own error
+        if result < -1:  # -1 means that this rank failed, which raises its own error elsewhere
             time.sleep(OWN_REPORT_S)  # the failed rank reports its own error first
             raise build_failed_error(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
 
     def _build_lost_error(self) -> PeerGoneError:
         """Returns the error for the ended connection to the asking rank, with the reason."""
-        error = self._link.error
+        error, read_log = self._link.error, f"Read the log of rank {self._asking}"
         if error == pod_link.MALFORMED:
             reason = (
                 "the rank sent a message that is not a request for a layer. Start all pods from one image"
             )
-        else:
-            reason = "the rank closed it" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
-            reason += f". Read the log of rank {self._asking}"
+        elif error == pod_link.END_OF_FILE:
+            reason = f"rank {self._asking} closed it. {read_log}"
+        else:  # an errno
+            reason = f"{os.strerror(max(error, 0))}. {read_log}"
         return PeerGoneError(
             self._asking,
             f"the connection to rank {self._asking}, which sends the inputs of layers, has ended: {reason}",

@@ -51,7 +51,7 @@ def serve(context: RankContext) -> NoReturn:
     asking = plan.asking_rank(rank)
     wait_began = time.perf_counter()
     text = context.store.get(
-        recipe_key(asking.rank), context.startup, what=f"recipe of rank {asking.rank}", rank=asking.rank
+        recipe_key(asking.rank), context.startup, awaited=f"recipe of rank {asking.rank}", rank=asking.rank
     )
     load_began = time.perf_counter()
     recipe = Recipe.from_text(text)
@@ -70,16 +70,16 @@ def serve(context: RankContext) -> NoReturn:
         time.perf_counter() - load_began,
     )
     # `open_line` sets the number of lanes.
-    Lane(context, shape_of(recipe, context.launch.epoch, lanes=1), loaded_parts).run()
+    AnsweringRank(context, shape_of(recipe, context.launch.epoch, lanes=1), loaded_parts).run()
 
 
-class Lane:
-    """A feed-forward rank's part in the slab: computes layers for the asking rank."""
+class AnsweringRank:
+    """Computes layers for the asking rank. This rank's lane is its place for answers in the slab."""
 
     def __init__(self, context: RankContext, shape: Shape, loaded_parts: LoadedParts) -> None:
         """Warms up, opens the line to the asking rank, and reports this rank as ready.
 
-        If the asking rank's GPU is in this pod and also computes experts, offers the weights to this GPU.
+        If the asking rank is in this pod and its GPU also computes experts, offers the weights to this GPU.
         """
         self._context, self._loaded_parts = context, loaded_parts
         ask_s, row_s = self._warm_up(shape)
@@ -90,7 +90,7 @@ class Lane:
         weights = slab.weights if shape.topk else torch.ones_like(slab.weights)
         views = AskViews(slab.x, ids, weights, slab.y[self._line.lane])
         asks = self._limit_to_own_experts(views, shape.max_rows)
-        self._ids = asks.ids.data_ptr()
+        self._ids_address = asks.ids.data_ptr()
         self._compute_by_layer = build_compute_functions(loaded_parts, asks)
         self._meter = LaneMeter(context, slab, self._line.lane, loaded_parts)
         asking = context.plan.asking_rank(context.rank)
@@ -109,7 +109,7 @@ class Lane:
         dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
         experts = max(part.count for part in self._loaded_parts.parts.values())
         own = self._loaded_parts.own_experts
-        # The places of the largest of random numbers are distinct experts for each row.
+        # As a router does, chooses distinct experts for each row: the positions of its largest numbers.
         ids = torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32)
         views = AskViews(
             torch.randn((rows, shape.hidden)).to(dtype),
@@ -141,14 +141,14 @@ class Lane:
         """
         line = self._line
         layer, rows = ctypes.c_uint32(), ctypes.c_uint32()
-        layer_at, rows_at = ctypes.byref(layer), ctypes.byref(rows)
+        layer_pointer, rows_pointer = ctypes.byref(layer), ctypes.byref(rows)
         topk = line.slab.shape.topk
-        ids = self._ids if topk else None
+        ids = self._ids_address if topk else None  # an MLP has no experts to count
         self._meter.start()
         with torch.inference_mode():
             while True:
                 # Raises PeerGoneError after the end of the asking rank, which ends this loop.
-                if not line.next(LIMIT_NS, layer_at, rows_at):
+                if not line.next(LIMIT_NS, layer_pointer, rows_pointer):
                     continue
                 start = time.perf_counter_ns()
                 try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from vllm_heteroinfer.group.fingerprint import Fingerprint
     from vllm_heteroinfer.group.rendezvous import GroupStore
+    from vllm_heteroinfer.rank.step_metrics import RankMetrics
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +66,10 @@ def main(import_error: BaseException | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code_of_signal(signal.SIGTERM)))
 
     def fail(error: BaseException) -> NoReturn:
-        """Reports an error and ends this process. If another rank caused it, waits for its report first."""
+        """Reports an error and ends this process.
+
+        If the end of another rank caused the error, first waits for the report about that rank.
+        """
         traceback.print_exception(error)
         own_failure = build_failure(error, rank, starting=reporter.is_starting())
         lost = find_lost_process(error)
@@ -82,7 +86,13 @@ def main(import_error: BaseException | None = None) -> NoReturn:
         run(plan, launch, rank, reporter, fail)
     except BaseException as error:
         fail(error)
-    fail(PeerGoneError(None, "the engine or vLLM's API server has ended, so this rank gets no more calls"))
+    fail(
+        PeerGoneError(
+            None,
+            "the engine or vLLM's API server has ended, so this rank gets no more calls. Read the log of "
+            "pod 0",
+        )
+    )
 
 
 def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
@@ -115,31 +125,15 @@ def run(
     A feed-forward rank has no configuration of vLLM: it compares only the model's files, and answers asks
     until its group ends (`answering_rank.serve`).
     """
-    from vllm_heteroinfer.group import fingerprint, reach
+    from vllm_heteroinfer.group import reach
     from vllm_heteroinfer.group.rendezvous import GroupStore
-    from vllm_heteroinfer.rank import step_metrics
 
     startup = Deadline.after(NO_LIMIT_S)
     step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
-    meter = step_metrics.RankMetrics(rank, launch, reporter, writes_metrics=counts_metrics(os.environ))
-    if meter.writes_metrics:
-        step_metrics.serve(
-            meter.registry,
-            launch,
-            rank,
-            healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
-            failed=fail,
-        )
+    metrics = _create_metrics(launch, rank, reporter, fail)
     # Rank 0 starts the store before it builds its configuration, because other ranks may connect earlier.
     store = GroupStore.host(launch, startup) if rank.rank == 0 else None
-    config: VllmConfig | None = None
-    if rank.feed_forward is None:
-        from vllm_heteroinfer.engine import arguments
-
-        config = arguments.build_config(plan, launch, rank)
-        own_settings = fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
-    else:
-        own_settings = fingerprint.of_files(plan.engine.model)
+    config, own_settings = _build_settings(plan, launch, rank)
     reporter.set_phase(RankPhase.CONNECTING)
     store = store or GroupStore.connect(launch, startup)
     store.set_awaited_rank = reporter.set_awaited_rank
@@ -160,7 +154,7 @@ def run(
         rank=rank,
         reporter=reporter,
         store=store,
-        metrics=meter,
+        metrics=metrics,
         startup=startup,
         step_timeout_s=step_timeout_s,
         fail=fail,
@@ -173,6 +167,41 @@ def run(
     from vllm_heteroinfer.rank.rank_process import RankProcess
 
     RankProcess(config, context).worker_busy_loop()
+
+
+def _create_metrics(
+    launch: PodLaunch, rank: RankAssignment, reporter: RankReporter, fail: Callable[[BaseException], NoReturn]
+) -> "RankMetrics":
+    """Creates this rank's metrics, and serves them unless the user turned metrics off."""
+    from vllm_heteroinfer.rank import step_metrics
+
+    metrics = step_metrics.RankMetrics(rank, launch, reporter, writes_metrics=counts_metrics(os.environ))
+    if metrics.writes_metrics:
+        step_metrics.serve(
+            metrics.registry,
+            launch,
+            rank,
+            healthy=lambda: reporter.heartbeat_age_s() < launch.heartbeat_timeout_s,
+            failed=fail,
+        )
+    return metrics
+
+
+def _build_settings(
+    plan: Plan, launch: PodLaunch, rank: RankAssignment
+) -> "tuple[VllmConfig | None, Fingerprint]":
+    """Builds vLLM's configuration of this rank, and the settings that must be equal on all ranks.
+
+    A feed-forward rank has no configuration (None). Its settings are only the model's files.
+    """
+    from vllm_heteroinfer.group import fingerprint
+
+    if rank.feed_forward is not None:
+        return None, fingerprint.of_files(plan.engine.model)
+    from vllm_heteroinfer.engine import arguments
+
+    config = arguments.build_config(plan, launch, rank)
+    return config, fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
 
 
 def memory_nodes(env: Mapping[str, str]) -> tuple[int, ...]:
@@ -208,7 +237,7 @@ def agree_on_settings(
     fingerprints = [
         fingerprint.from_json(
             store.get(
-                f"fingerprint/{each.rank}", startup, what=f"settings of rank {each.rank}", rank=each.rank
+                f"fingerprint/{each.rank}", startup, awaited=f"settings of rank {each.rank}", rank=each.rank
             )
         )
         for each in plan.ranks
@@ -231,7 +260,7 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
             store.get(
                 f"compared/{other.rank}",
                 grace,
-                what=f'"settings compared" message from rank {other.rank}',
+                awaited=f'"settings compared" message from rank {other.rank}',
                 rank=other.rank,
             )
         except TimeoutError as error:
@@ -260,7 +289,7 @@ def build_failure(error: BaseException, rank: RankAssignment, *, starting: bool)
     else:
         reason, culprit = FailureReason.RANK_RAISED, rank.rank
     text = " ".join(str(error).split()) or type(error).__name__
-    if reason is FailureReason.RANK_RAISED and culprit == rank.rank:
+    if reason is FailureReason.RANK_RAISED and culprit == rank.rank:  # an unexpected error
         text = f"{type(error).__name__}: {text}"
     return Failure(reason=reason, message=text, rank=culprit, time=time.time())
 

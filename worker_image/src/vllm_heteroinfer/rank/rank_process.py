@@ -90,7 +90,7 @@ class RankProcess(WorkerProc):
         context, deadline = self.context, self.context.startup
         context.store.put(f"loaded/{self.rank}", "")
         context.reporter.report_engine_wait()
-        text = context.store.get("executor", deadline, what="message queue of vLLM's API server")
+        text = context.store.get("executor", deadline, awaited="message queue of vLLM's API server")
         self.rpc_broadcast_mq = queues.open_queue(text, self.rank)
         # The only reader is the executor, in pod 0.
         self.worker_response_mq = MessageQueue(
@@ -100,8 +100,8 @@ class RankProcess(WorkerProc):
         )
         context.store.put(f"rank/{self.rank}", queues.handle_to_json(self.worker_response_mq))
         context.reporter.report_engine_wait()
-        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, what="vLLM's API server")
-        queues.wait_until_ready(self.worker_response_mq, deadline, what="vLLM's API server")
+        queues.wait_until_ready(self.rpc_broadcast_mq, deadline, other_end="vLLM's API server")
+        queues.wait_until_ready(self.worker_response_mq, deadline, other_end="vLLM's API server")
 
     def _execute_worker_rpc(
         self, rpc_request: tuple[Any, tuple[Any, ...], dict[str, Any], int | None]

@@ -1,8 +1,8 @@
 """Metrics of a rank: how a step spends its time. Each rank serves its metrics on its own HTTP port.
 
-A step's time = compute + wait for peers + transfer, from the arrival of the step's call to its completion,
-including the work of a GPU. Between steps a rank is idle. Warm-up and the group's own first request do not
-count.
+The time of a step begins when its call arrives, and ends when its work is done, also on a GPU. It is the sum
+of compute, wait for peers, and transfer. Between steps a rank is idle. Warm-up and the group's own first
+request do not count.
 Imports prometheus_client; not torch or vLLM.
 """
 
@@ -81,10 +81,24 @@ class RankMetrics(Meter):
         self.writes_metrics = writes_metrics
         self._reporter = reporter
         self.labels = (launch.group, str(rank.rank), str(rank.stage), rank.role, rank.device.value)
-        by_phase, by_direction = (
-            (*metric_names.RANK_LABELS, "phase"),
-            (*metric_names.RANK_LABELS, "direction"),
-        )
+        self._create_step_metrics()
+        self._create_rank_metrics(rank)
+        self._client_steps = 0
+        self._all_steps = 0
+        """Number of finished steps, including those of the group's own request. It names steps in reports."""
+        self._averages: tuple[float, ...] = ()
+        self._step_name: str | None = None
+        self._step = Step()
+        self._idle_since: float | None = None
+        self._last_step_end = 0.0
+        self._in_call = False
+        self._steps_on_device = 0
+        self._lock = threading.Lock()
+
+    def _create_step_metrics(self) -> None:
+        """Creates the metrics that each step updates."""
+        by_phase = (*metric_names.RANK_LABELS, "phase")
+        by_direction = (*metric_names.RANK_LABELS, "direction")
 
         def histogram(name: str, text: str, labels: tuple[str, ...]) -> Histogram:
             return Histogram(name, text, labels, buckets=_BUCKETS_S, registry=self.registry)
@@ -115,6 +129,9 @@ class RankMetrics(Meter):
             "Seconds that this rank waited for the engine between steps",
             metric_names.RANK_LABELS,
         ).labels(*self.labels)
+
+    def _create_rank_metrics(self, rank: RankAssignment) -> None:
+        """Creates the metrics of memory, prediction, heartbeat and transports, which no step updates."""
         self.kv_cache_bytes = self._gauge(metric_names.KV_CACHE_BYTES, "Bytes of this rank's KV cache")
         self.kv_blocks = self._gauge(metric_names.KV_BLOCKS, "Number of KV blocks of the group")
         self.weight_bytes = self._gauge(
@@ -126,7 +143,7 @@ class RankMetrics(Meter):
         ).set(rank.predicted_step_s)
         self._gauge(
             metric_names.HEARTBEAT_AGE_SECONDS, "Seconds since all ranks of the group were last known to run"
-        ).set_function(reporter.heartbeat_age_s)
+        ).set_function(self._reporter.heartbeat_age_s)
         self._gauge(
             metric_names.LOCKED_MEMORY_BYTES, "Bytes of memory that this rank has locked or pinned"
         ).set_function(locked_memory_bytes)
@@ -139,17 +156,6 @@ class RankMetrics(Meter):
             (*metric_names.RANK_LABELS, "between", "path"),
             registry=self.registry,
         )
-        self._client_steps = 0
-        self._all_steps = 0
-        """Number of finished steps, including those of the group's own request. It names steps in reports."""
-        self._averages: tuple[float, ...] = ()
-        self._step_name: str | None = None
-        self._step = Step()
-        self._idle_since: float | None = None
-        self._last_step_end = 0.0
-        self._in_call = False
-        self._steps_on_device = 0
-        self._lock = threading.Lock()
 
     def add_wait(self, seconds: float) -> None:
         """Adds time that this step waited for a peer. Outside a step (warm-up) it does nothing."""
@@ -274,7 +280,7 @@ class RankMetrics(Meter):
         step.on_device = False
         self._steps_on_device -= 1
         if not self._in_call:
-            self._idle_since = now  # the rank was busy until now
+            self._idle_since = now  # if the device still works on another step, its end sets this again
             if not self._steps_on_device:
                 self._reporter.set_work(None)
         if step.tokens is not None:
@@ -433,6 +439,26 @@ def serve(
         healthy: whether /healthz answers 200 (otherwise 503).
         failed: called with the exception that ended the server's thread.
     """
+    port = launch.address.metrics_port + rank.local_rank
+    try:
+        server = MetricsServer(launch.address.host, port, _define_handler(registry, healthy))
+    except OSError as error:
+        _logger.error(
+            "rank %d: cannot listen at metrics port %d (%s), so this rank runs without metrics. End the "
+            "process that uses the port, and restart the group",
+            rank.rank,
+            port,
+            error,
+        )
+        return False
+    start_thread(server.serve_forever, name="heteroinfer-metrics", failed=failed)
+    return True
+
+
+def _define_handler(
+    registry: CollectorRegistry, healthy: Callable[[], bool]
+) -> type[http.server.BaseHTTPRequestHandler]:
+    """Defines and returns the class that answers requests to a rank's metrics port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = _REQUEST_TIMEOUT_S
@@ -459,17 +485,4 @@ def serve(
         def log_message(self, *_: object) -> None:
             """Logs nothing, because there is a scrape every few seconds."""
 
-    port = launch.address.metrics_port + rank.local_rank
-    try:
-        server = MetricsServer(launch.address.host, port, Handler)
-    except OSError as error:
-        _logger.error(
-            "rank %d: cannot listen at metrics port %d (%s), so this rank runs without metrics. End the "
-            "process that uses the port, and restart the group",
-            rank.rank,
-            port,
-            error,
-        )
-        return False
-    start_thread(server.serve_forever, name="heteroinfer-metrics", failed=failed)
-    return True
+    return Handler

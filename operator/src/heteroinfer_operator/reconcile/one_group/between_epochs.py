@@ -46,6 +46,9 @@ def decide_between_epochs(
 ) -> GroupDecision:
     """Returns the decision about a group without an active epoch: a wait or a start.
 
+    The checks are in this order: old pods or used-up restarts, an epoch whose pods never appeared, the wait
+    after a failure, the refusal of a pod, and the validation of a new revision.
+
     Args:
         starts_after: index of a group that must have its pods first, or None.
     """
@@ -57,18 +60,19 @@ def decide_between_epochs(
     status, events = attribute_loss_to_node(context, status, pods)
     if pods or restarts.used_up(status.failures, context.life.restart):
         return continue_stopping(context, status, pods, events)
-    # The operator requested the epoch's pods, and no object is refused, but no pod exists.
+    # The operator has requested the epoch's pods, and no object was refused, but no pod exists.
     if status.epoch_start_time is not None and context.refusal_of(status.index) is None:
         return end_epoch(context, status, pods, end_because_never_seen(status.epoch))
     if status.next_epoch_time is not None and status.next_epoch_time > context.now:
-        # The wait stays within backoffMax even if the clock was set back or the user has lowered backoffMax.
+        # The wait is at most backoffMax, even if the clock was set back or the user has lowered backoffMax.
         max_wait = timedelta(seconds=parse_duration_s(context.life.restart.backoff_max))
         until = min(status.next_epoch_time, context.now + max_wait)
         wait_s = (until - context.now).total_seconds()
         return GroupDecision(status=transitions.waiting(status, until=until), look_again_s=wait_s)
     refusal, wait_s = _find_pod_refusal(context, status, starts_after)
     if refusal is not None:
-        # The status may show a begun epoch: the operator writes it before the API server refuses the pods.
+        # The status may show that the epoch has begun, because the operator writes the status before the API
+        # server refuses the pods.
         had_epoch = status.epoch_start_time is not None
         return GroupDecision(
             status=status_of_refused_group(context, status, refusal, had_epoch=had_epoch), look_again_s=wait_s
@@ -82,7 +86,7 @@ def decide_between_epochs(
 def _find_pod_refusal(
     context: Context, status: GroupStatus, starts_after: int | None
 ) -> tuple[Refusal | None, float]:
-    """Returns the API server's refusal of a pod because of which a group waits, and the wait in seconds.
+    """Returns the refusal of a pod for which a group must wait, and the wait in seconds.
 
     After a refusal of the group's own pod, the group waits until the next try. After a refusal of another
     group's pod, groups start one at a time, and this group waits for the pods of group `starts_after`.
@@ -96,6 +100,7 @@ def _find_pod_refusal(
         return own_refusal, (own_refusal.retry_at - context.now).total_seconds()
     if starts_after is None or context.refused_worker is None:
         return None, 0.0
+    # The message names this group's own refusal, even if its retry is due now.
     group, refusal = context.refused_worker if own_refusal is None else (status.index, own_refusal)
     message = (
         f"the API server refused a pod of group {group}, so the operator starts the groups one at a time: "
@@ -107,16 +112,17 @@ def _find_pod_refusal(
 def next_revision_name(context: Context, status: GroupStatus) -> str | None:
     """Returns the name of the revision of a group's next epoch; None if no revision can start now."""
     last = _last_revision_and_plan(context, status)
-    if last is None or not _keeps_last_revision(context, status):
-        return context.target.name if context.problem is None else None
-    return last[0].name
+    if last is not None and _keeps_last_revision(context, status):
+        last_revision, _ = last
+        return last_revision.name
+    return context.target.name if context.problem is None else None
 
 
 def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
     """Reports whether a group's next epoch waits until the API server has validated the target revision.
 
-    Every group waits a moment for the answer. If the API server gives no answer, a group with an older
-    revision starts with its own revision, and only groups of the target revision wait.
+    At first, every group waits for the answer. If there is none, a group with an older revision starts with
+    its own revision, and only groups of the target revision wait.
 
     Args:
         revision: name of the next epoch's revision, or None.
@@ -127,11 +133,12 @@ def _waits_for_admission(context: Context, status: GroupStatus, revision: str | 
 
 
 def _keeps_last_revision(context: Context, status: GroupStatus) -> bool:
-    """Reports whether a group's next epoch keeps the last revision instead of the current spec's (target).
+    """Reports whether a group's next epoch keeps the group's last revision instead of the target revision.
 
-    It does if the target cannot start, has failed, or has no answer of the API server yet. A group that has
-    the target already also keeps it if the target cannot start now. But while the model is inspected again,
-    such a group waits, because a change of the model may have ended the group.
+    The target is the revision of the current spec. A group keeps an older revision if the target cannot
+    start, has failed, or has no answer of the API server yet. A group that already has the target keeps it
+    even if the target cannot start now, with one exception: while the model is inspected again, the group
+    waits, because a change of the model may have ended the group.
     """
     has_target = status.revision == context.target.name
     if context.problem is None:
@@ -149,7 +156,7 @@ def _last_revision_and_plan(context: Context, status: GroupStatus) -> tuple[Revi
 
 
 def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochPlan, str]:
-    """Chooses revision and plan of the next epoch: those of the current spec, or those of the last epoch.
+    """Chooses revision and plan of the next epoch: of the current spec, or of the group's last epoch.
 
     Returns:
         The revision, the plan, and the hash under which the plan is stored.
@@ -182,9 +189,11 @@ def _choose_epoch_number(context: Context, status: GroupStatus, *, waits_for_ref
     number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
     # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
     first_pod = EpochRef(owner=context.owner, index=status.index, epoch=number).pod_name(0)
-    keeps_number = number > 0 and (waits_for_refusal or first_pod in context.never_requested)
-    # An earlier epoch may have had any number below `first_epoch`.
-    return number if keeps_number else max(number, context.first_epoch)
+    is_unrequested = waits_for_refusal or first_pod in context.never_requested
+    if number > 0 and is_unrequested:
+        return number
+    # A lost status may have had any number below `first_epoch`.
+    return max(number, context.first_epoch)
 
 
 def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
@@ -224,7 +233,7 @@ def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
         events=build_start_events(status, planned) if refusal is None else (),
         runs=True,
         plan=plan,
-        new_plan=plan if plan_hash == plan.hash else None,  # another hash: the plan is stored already
+        new_plan=plan if plan_hash == plan.hash else None,  # None: another version has stored this plan
         notes=planned.notes if planned.choice is None else (*planned.notes, str(planned.choice)),
         unplaced=planned.missing,
         gang_object=build_epoch_gang_object(context, revision, status, plan, planned.node_assignment.gang),

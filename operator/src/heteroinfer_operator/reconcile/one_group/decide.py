@@ -1,9 +1,9 @@
 """Decides what to do with one group. Pure.
 
 Once a pod has run, its end is also the end of its epoch. If the operator sees a pod end before the pod ran,
-or vanish before the pod had a node, it replaces only this pod, and the other pods wait. (Under Kueue it ends
-the whole epoch.) A pod that disappeared unseen may have run, and may still run on an unreachable node. So its
-name is not used again, and the epoch ends.
+or vanish before the pod had a node, the operator replaces only this pod, and the other pods wait. (Under
+Kueue, the whole epoch ends.) A pod that disappeared unseen may have run, and may still run on an unreachable
+node. So its name is not used again, and the epoch ends.
 
 A running epoch continues without the spec and without its plan: the operator stores the revision that the
 epoch was created with, and the labels of the pods identify it.
@@ -49,13 +49,13 @@ def decide_group(
     """Decides the changes that a group needs now: stop, wait, start, replace, end its epoch, or continue.
 
     Args:
-        status: its `epoch` is 0 before the first epoch.
+        status: last status of the group; its `epoch` is 0 before the first epoch.
         pods: the group's pods of all epochs.
         may_replace: whether the rollout may replace a group of an old revision now.
         starts_after: index of a group that must have its pods first.
     """
     epoch_number = max([status.epoch, *(epoch_of(pod) for pod in pods)])
-    status_is_older = status.epoch < epoch_number
+    is_status_outdated = status.epoch < epoch_number
     current = [pod for pod in pods if epoch_of(pod) == epoch_number]
     status = transitions.seen_in_epoch(status, epoch_number)
     if context.life.suspend:
@@ -65,23 +65,16 @@ def decide_group(
     # A pod that was deleted before it had a node never ran, so a new pod may take its name.
     never_placed = _indices_in_begun_epoch(context, status, context.never_placed)
     status = transitions.with_spare_pods(status, origin.missing_indices(current) & never_placed)
-    # Without pods, entries of pods that never ran prove an epoch only if its plan or revision is stored.
-    members_prove_epoch = names_of_run_pods(status) or (status.members and origin.knows_pod_count)
-    has_epoch = (
-        current or members_prove_epoch or (never_created and _can_still_start(context, status, origin))
-    )
-    if not has_epoch:
+    if not (current or _has_epoch_without_pods(context, status, origin, never_created)):
         return decide_between_epochs(context, _without_unrequested_epoch(context, status), pods, starts_after)
-    if status_is_older:  # it has the revision and plan of an older epoch
+    if is_status_outdated:  # then the status has the revision and plan of an older epoch
         status = transitions.with_revision_and_plan(
             status, revision=origin.revision_name, plan_hash=origin.plan_hash
         )
     if may_replace and current and origin.revision_name != context.target.name:
         return replace_group(context, status, pods)
-    if report is not None:
-        covers_plan = origin.plan is None or report.covers(origin.plan)
-        if report.epoch != epoch_number or not covers_plan:  # the report is about another epoch
-            report = None
+    if report is not None and not _is_report_of_epoch(report, epoch_number, origin):
+        report = None
     epoch = BegunEpoch(context=context, status=status, pods=current, origin=origin)
     epoch_end = find_epoch_end(epoch)
     if epoch_end is not None:
@@ -92,6 +85,26 @@ def decide_group(
     # This check needs the new startup phase, so it comes after `decide_living`.
     timed_out = find_late_ranks(epoch, running.status.startup, report)
     return running if timed_out is None else end_epoch(context, status, pods, timed_out)
+
+
+def _has_epoch_without_pods(
+    context: Context, status: GroupStatus, origin: EpochOrigin, never_created: Collection[int]
+) -> bool:
+    """Reports whether a group without pods has an epoch that must end, or that can still start.
+
+    Args:
+        never_created: indices of the epoch's pods that the operator wanted to create.
+    """
+    have_pods_run = bool(names_of_run_pods(status))
+    # Entries of pods that never ran prove an epoch only if its plan or revision is stored.
+    had_pods = bool(status.members) and origin.knows_pod_count
+    return have_pods_run or had_pods or (bool(never_created) and _can_still_start(context, status, origin))
+
+
+def _is_report_of_epoch(report: GroupReport, epoch: int, origin: EpochOrigin) -> bool:
+    """Reports whether a leader's report is about this epoch and its plan."""
+    covers_plan = origin.plan is None or report.covers(origin.plan)
+    return report.epoch == epoch and covers_plan
 
 
 def _indices_in_begun_epoch(context: Context, status: GroupStatus, pods: Collection[str]) -> set[int]:
@@ -111,7 +124,8 @@ def _indices_in_begun_epoch(context: Context, status: GroupStatus, pods: Collect
 def _without_unrequested_epoch(context: Context, status: GroupStatus) -> GroupStatus:
     """Marks the epoch as not begun if the operator never requested its first pod.
 
-    Then it requested no other pod either: it waits for the creation of the first pod before it requests more.
+    In this case the operator requested no other pod either, because it creates the first pod before all
+    other pods.
     """
     first_pod = context.epoch_ref(status).pod_name(0)
     return transitions.without_start_time(status) if first_pod in context.never_requested else status
@@ -128,7 +142,7 @@ def _can_still_start(context: Context, status: GroupStatus, origin: EpochOrigin)
 
 
 def _end_because_pod_missing(epoch: BegunEpoch, pods: Sequence[PodView], index: int) -> GroupDecision:
-    """Returns the decision that ends an epoch, because a pod is missing that was, or may have been, created.
+    """Returns the decision that ends an epoch in which a pod is missing that may have been created.
 
     If the API server refuses a pod of the group, the other pods give up their resources until the next
     attempt.

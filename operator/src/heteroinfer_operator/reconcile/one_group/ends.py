@@ -18,7 +18,7 @@ from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, names_of_r
 
 PODS_NEVER_SEEN: Final = "PodsNeverSeen"
 _SUPERVISORS_FIRST_S: Final = 30.0
-"""Extra seconds, so that the supervisor's time-out of the same length ends first, and reports the rank."""
+"""Extra seconds after the supervisors' time-out of the same length, because they report the late rank."""
 EndCheck = Callable[[BegunEpoch], EpochEnd | None]
 
 
@@ -73,9 +73,9 @@ def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
     can only be created with the plan's ConfigMap.
     """
     origin = epoch.origin
-    cannot_create_pod = epoch.missing and (origin.plan is None or origin.revision is None)
+    cannot_create_pod = bool(epoch.missing) and (origin.plan is None or origin.revision is None)
     pods_not_run = [pod.name for pod in epoch.pods if not has_run(pod)]
-    cannot_create_container = origin.plan is None and pods_not_run
+    cannot_create_container = origin.plan is None and bool(pods_not_run)
     if cannot_create_container:
         missing_part = f"the container of pod {pods_not_run[0]}"
     elif cannot_create_pod:
@@ -92,18 +92,21 @@ def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
 def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
     """Returns the end if a pod or container must be created, but the operator's key has changed; else None.
 
-    The group's key is derived from the operator's key. A new pod has the current key, so it could not join
-    pods with another key. An existing pod whose container waits for the Secret with its key would wait
-    forever, because the operator no longer creates this Secret.
+    The group's key is derived from the operator's key. There are two cases:
+
+    - A pod is missing. The new pod would get the current key, so it could not join pods with another key.
+    - A container waits for the Secret with its pod's key. It would wait forever, because the operator creates
+      only the Secret with the current key.
     """
     group = epoch.context.epoch_ref(epoch.status)
     key = derive_group_key(epoch.context.options.operator_key, group)
     current_secret = "" if key is None else group_key_secret_name(group, key)
-    if epoch.missing:  # the new pods must be able to join all existing pods
-        must_match = epoch.pods
+    if epoch.missing:
+        pods_that_need_current_key = epoch.pods
     else:
-        must_match = [pod for pod in epoch.pods if startup.lacks_configuration(pod) and pod.key_secret]
-    with_old_key = next((pod for pod in must_match if pod.key_secret != current_secret), None)
+        waiting_pods = [pod for pod in epoch.pods if startup.lacks_configuration(pod)]
+        pods_that_need_current_key = [pod for pod in waiting_pods if pod.key_secret]
+    with_old_key = next((pod for pod in pods_that_need_current_key if pod.key_secret != current_secret), None)
     if with_old_key is None:
         return None
     old_key = f"the key of Secret {with_old_key.key_secret}" if with_old_key.key_secret else "no key"
@@ -118,7 +121,7 @@ def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
     """Returns the end if a pod must be created again, but the worker images have changed; otherwise None.
 
     All pods of an epoch must have images of the same version, and an upgrade of the chart changes the default
-    images. Pods that an older version of the operator created do not record their images.
+    images. Pods of an older version of the operator do not record their images, so they are left out.
     """
     origin = epoch.origin
     must_be_recreated = epoch.missing & set(epoch.status.spare_pods)  # spare pods vanished before they ran
@@ -146,8 +149,8 @@ ENDS: Final[tuple[EndCheck, ...]] = (
 )
 """The checks in order of precedence; the first check that finds a cause decides.
 
-A check may end a Ready group only for a cause that is visible in the pods: `believed_group` revokes any other
-end.
+A check may end a Ready group only for a cause that is visible in the pods: `believed_group` ignores any other
+end of an epoch whose pods are all Ready.
 """
 
 
@@ -156,8 +159,9 @@ def find_late_ranks(
 ) -> EpochEnd | None:
     """Returns the end if all pods run but their ranks did not connect in time; otherwise None.
 
-    The check needs a report of the leader: a leader that does not answer the operator may be healthy. It does
-    not use the times in the status, so a clock change or a stopped operator does not make a rank late.
+    The check needs a report of the leader, because a leader that does not answer the operator may be healthy.
+    The check does not use the times in the status, so that neither a change of the clock nor a pause of the
+    operator makes a rank late.
     """
     timeout_s = parse_duration_s(epoch.context.life.startup.timeout)
     connecting_s = epoch.context.connecting_s.get((epoch.status.index, epoch.status.epoch), 0.0)
@@ -173,7 +177,7 @@ def find_late_ranks(
 
 
 def end_because_pod_missing(epoch: BegunEpoch, index: int) -> EpochEnd:
-    """Returns the end of an epoch that lacks a pod that was, or may have been, created."""
+    """Returns the end of an epoch in which a pod is missing that may have been created."""
     name = epoch.context.epoch_ref(epoch.status).pod_name(index)
     message = f"pod {name} disappeared and may already have joined its group; the group restarts"
     return EpochEnd(reason=POD_DELETED, message=message, counted=False)

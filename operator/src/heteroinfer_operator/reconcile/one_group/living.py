@@ -1,6 +1,6 @@
 """Decides for a group with an active epoch: phase, pods to replace, messages and events. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankPhase
@@ -21,7 +21,11 @@ from heteroinfer_operator.reconcile.reading import index_of
 
 
 def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecision:
-    """Decides the changes that a group with an active epoch needs."""
+    """Decides the changes that a group with an active epoch needs.
+
+    Three sets of pods differ: missing pods are created; replaceable pods never ran and are deleted now, so
+    that new pods can take their names; stuck pods have containers that the kubelet cannot create.
+    """
     context, before, current, origin = epoch.context, epoch.status, epoch.pods, epoch.origin
     missing, replaceable = epoch.missing, epoch.replaceable_pods
     phase = _find_phase(epoch, report)
@@ -30,27 +34,9 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         startup_status = startup.observe_startup(
             before.startup, current, report, all_pods_exist=not missing, now=context.now
         )
-    ended_before_run = {index_of(pod) for pod in current if startup.ended_before_run(pod)}
-    # A pod with a counted rejection is still the same pod: the operator creates the next pod of this name
-    # only after it has seen the name free. So each rejection is counted once.
-    counted_before = ended_before_run & set(before.rejected_pods)
-    newly_rejected = {index_of(pod) for pod in replaceable if startup.is_rejected(pod)} - counted_before
     stuck = startup.find_uncreated_containers(current, before.stuck_pods)
-    status = transitions.with_active_epoch(
-        before,
-        phase=phase,
-        message=_build_message(epoch, phase, startup_status, report),
-        revision=origin.revision_name,
-        plan_hash=origin.plan_hash,
-        startup=startup_status,
-        all_pods_exist=not missing,
-        now=context.now,
-        # Pods that were never created are not stored: only this process of the operator knows them for sure.
-        spare_pods=ended_before_run | (missing & set(before.spare_pods)),
-        rejected_pods=counted_before | newly_rejected,
-        newly_rejected=len(newly_rejected),
-        stuck_pods=stuck,
-    )
+    message = _build_message(epoch, phase, startup_status, report)
+    status = _build_status(epoch, phase, startup_status, message, stuck)
     creates, gang = _create_missing_pods(epoch, status)
     waits = [
         context.node_loss.next_check_s(current),
@@ -66,12 +52,49 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         events=_build_events(before, status, newly_stuck, replaceable),
         runs=True,
         plan=origin.plan,
-        # A pod of unknown state may lack its node, but has run.
+        # The operator may not know the node of a pod that has run.
         placed=not missing and all(pod.node or pod.started for pod in current),
         unplaced=_describe_unplaced(current),
         limit_range_defaults=_describe_limit_range_defaults(current),
         gang_object=gang,
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
+    )
+
+
+def _build_status(
+    epoch: BegunEpoch,
+    phase: GroupPhase,
+    startup_status: StartupStatus | None,
+    message: str | None,
+    stuck: Collection[int],
+) -> GroupStatus:
+    """Returns the next status of a group with an active epoch.
+
+    Args:
+        startup_status: progress of a starting group; None in other phases.
+        stuck: indices of pods whose containers could not be created.
+    """
+    before, missing = epoch.status, epoch.missing
+    ended_before_run = {index_of(pod) for pod in epoch.pods if startup.ended_before_run(pod)}
+    # Count the rejection of a pod by its node once. While a pod with this index has ended before it ran, the
+    # pod is the same pod: the operator creates the next pod only after it has seen that the name is free.
+    counted_before = ended_before_run & set(before.rejected_pods)
+    rejected = {index_of(pod) for pod in epoch.replaceable_pods if startup.is_rejected(pod)}
+    newly_rejected = rejected - counted_before
+    return transitions.with_active_epoch(
+        before,
+        phase=phase,
+        message=message,
+        revision=epoch.origin.revision_name,
+        plan_hash=epoch.origin.plan_hash,
+        startup=startup_status,
+        all_pods_exist=not missing,
+        now=epoch.context.now,
+        # Pods that were never created are not stored: only this process of the operator knows them for sure.
+        spare_pods=ended_before_run | (missing & set(before.spare_pods)),
+        rejected_pods=counted_before | newly_rejected,
+        newly_rejected=len(newly_rejected),
+        stuck_pods=stuck,
     )
 
 
@@ -168,12 +191,8 @@ def _describe_limit_range_defaults(pods: Sequence[PodView]) -> str:
 
 
 def _describe_unplaced(pods: Sequence[PodView]) -> str:
-    """Describes the first pod without a node, and the scheduler's reason; "" if all have nodes."""
-    return next(
-        (
-            f"pod {pod.name} is not placed: {pod.unschedulable}"[:MAX_TEXT]
-            for pod in pods
-            if pod.unschedulable
-        ),
-        "",
-    )
+    """Describes the first pod for which a scheduler reports no node, and the reason; otherwise ""."""
+    for pod in pods:
+        if pod.unschedulable:
+            return f"pod {pod.name} is not placed: {pod.unschedulable}"[:MAX_TEXT]
+    return ""

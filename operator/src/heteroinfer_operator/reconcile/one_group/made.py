@@ -42,18 +42,18 @@ class EpochOrigin:
         plan = context.plans.get(plan_hash or "")
         revision = context.revisions.get(revision_name or "")
         if plan is not None:
-            count = len(plan.pods)
+            num_pods = len(plan.pods)
         elif revision is not None:
             spec = revision.spec_of_pods(context.options.pod_resources)
-            count = sum(role.pods for role in spec.roles)
+            num_pods = sum(role.pods for role in spec.roles)
         else:
-            count = max(index_of(pod) for pod in current) + 1 if current else 0
+            num_pods = max(index_of(pod) for pod in current) + 1 if current else 0
         return cls(
             revision_name=revision_name,
             revision=revision,
             plan_hash=plan_hash,
             plan=plan,
-            pods=frozenset(range(count)),
+            pods=frozenset(range(num_pods)),
         )
 
     @property

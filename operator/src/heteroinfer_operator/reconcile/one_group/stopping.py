@@ -27,8 +27,8 @@ _CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, POD
 
 def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], message: str) -> GroupDecision:
     """Returns the decision that stops a group that must not run; running requests may finish first."""
-    # A single pod shows that the epoch has begun. Its other pods may have run and disappeared already, so
-    # the next epoch needs a new number.
+    # A single pod shows that the epoch has begun. Other pods of the epoch may have run and disappeared
+    # already, so the next epoch needs a new number.
     had_epoch = status.epoch_start_time is not None or any(epoch_of(pod) == status.epoch for pod in pods)
     return GroupDecision(
         status=transitions.stopped(
@@ -122,8 +122,8 @@ def attribute_loss_to_node(
 ) -> tuple[GroupStatus, tuple[RecordEvent, ...]]:
     """Changes the last failure of a group from a lost pod to a lost node, if the pod's node is lost.
 
-    The failure then no longer counts as a restart. Returns the status, and the event about the change; if
-    nothing changes, the same status and no event.
+    The failure then no longer counts as a restart. Returns the status, and the event about the change. If
+    nothing changes, returns the unchanged status and no event.
     """
     last = status.failures[-1] if status.failures else None
     if last is None or not last.counted or last.reason not in _CONSEQUENCES_OF_NODE_LOSS:

@@ -119,9 +119,7 @@ class Bridge:
             self._link = SharedMemoryLink(slab, self._process_group, timeout_s=timeout_s, meter=meter)
             if device.type == "cuda":
                 signal, publisher = self._create_signal(slab)
-        staging = Staging()
-        if device.type == "cuda":
-            staging = CudaStaging(device, self._process_group.peers, self._link.buffers(), signal)
+        staging = self._create_staging(signal)
         self._exchange = Exchange(self._process_group, self._link, staging, meter)
         # Twice a part, because numbers of 16 bits are summed in float32.
         self._sum_buffer = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
@@ -142,6 +140,16 @@ class Bridge:
         # The constructor of a signal tests it with a word of this rank that nothing else uses.
         proof_word = self._process_group.index * WORDS + PROOF
         return create_signal(slab.words, slab.bytes.data_ptr(), self._device, proof_word)
+
+    def _create_staging(self, signal: StreamSignal | None) -> Staging:
+        """Creates the copies between this rank's device and the link's buffers in host memory.
+
+        Args:
+            signal: with which a GPU publishes small parts itself, or None.
+        """
+        if self._device.type != "cuda":
+            return Staging()
+        return CudaStaging(self._device, self._process_group.peers, self._link.buffers(), signal)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Sets the longest wait for another rank, in seconds."""
@@ -245,7 +253,8 @@ class Bridge:
         world, size = len(self._process_group.ranks), x.shape[dim]
         if size % world:
             raise ValueError(
-                f"reduce_scatter: size along dim {dim} must be a multiple of {world} (got {size})"
+                f"reduce_scatter: size along dim {dim} must be a multiple of {world} (got {size}). "
+                "Use reduce_scatterv for unequal shares"
             )
         return self._scatter(
             self._next_header(Operation.REDUCE_SCATTER, x, x.shape), x, dim, [size // world] * world
@@ -262,7 +271,10 @@ class Bridge:
             return self.reduce_scatter(x, dim)
         self._check_sizes(sizes, sizes[self._process_group.index], dim)
         if sum(sizes) != x.shape[dim]:
-            raise ValueError(f"reduce_scatterv: sizes must add up to {x.shape[dim]} (got {list(sizes)})")
+            raise ValueError(
+                f"reduce_scatterv: sizes must add up to {x.shape[dim]} (got {list(sizes)}). Pass the size of "
+                "each rank's share"
+            )
         return self._scatter(
             self._next_header(Operation.REDUCE_SCATTERV, x, x.shape, sizes=sizes), x, dim, sizes
         )
@@ -321,11 +333,12 @@ class Bridge:
         if self._process_group.index:
             raise ValueError(
                 f"announce: the sender must be rank {self._process_group.ranks[0]}, the first of its process "
-                f"group (got rank {self._process_group.own_rank})"
+                f"group (got rank {self._process_group.own_rank}). Call `listen` on other ranks"
             )
         if len(message) > MESSAGE_BYTES:
             raise ValueError(
-                f"announce: the message must have at most {MESSAGE_BYTES} bytes (got {len(message)})"
+                f"announce: the message must have at most {MESSAGE_BYTES} bytes (got {len(message)}). "
+                "Shorten the message"
             )
         self._link.announce(message)
 
@@ -432,7 +445,8 @@ class Bridge:
         if len(sizes) != len(self._process_group.ranks) or sizes[self._process_group.index] != own:
             raise ValueError(
                 f"sizes along dim {dim}: must have {len(self._process_group.ranks)} entries, and the entry "
-                f"of rank {self._process_group.index} of the process group must be {own} (got {list(sizes)})"
+                f"of rank {self._process_group.index} of the process group must be {own} (got "
+                f"{list(sizes)}). Pass the size of each rank's tensor or share"
             )
 
 

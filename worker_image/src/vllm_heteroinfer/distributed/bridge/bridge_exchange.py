@@ -64,6 +64,7 @@ class Exchange:
         Call this method after the last use of the tensors is queued on the stream.
         """
         self._staging.end_fetches()
+        # The next `wait_for_copies` returns the time of these fetches.
         self._meter.add_transfer("recv", 0.0, form.num_bytes * (len(self._process_group.ranks) - 1))
 
     def exchange_parts(

@@ -12,7 +12,7 @@ from vllm_heteroinfer.distributed.bridge.stream_signal import StreamSignal
 PART_BYTES = 4 << 20
 """Largest part of a tensor; a larger tensor travels in several parts, so that copies overlap."""
 MESSAGE_BYTES = 4096
-"""Longest announcement."""
+"""Maximum bytes of an announcement."""
 AN_ANNOUNCEMENT = "the next announcement of the warm-up"
 FREE_PLACE = "a free place for an announcement of the warm-up"
 """Names of two awaited things in error messages."""

@@ -112,7 +112,9 @@ class GlooLink:
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
         """Posts this rank's receives from all peers, then its sends to them. Does not support a signal."""
         if signal is not None:
-            raise ValueError("publish: signal must be None, since gloo sends immediately")
+            raise ValueError(
+                "publish: signal must be None, because gloo sends immediately (got a signal). Pass no signal"
+            )
         self._published += 1
         slot = self._published % _PARTS
         message = self._out[slot]
@@ -190,7 +192,7 @@ class GlooLink:
         message.part.first_elements(part.dtype, part.numel()).copy_(part)
         sent = message.bytes[: HEADER_BYTES + part.numel() * part.element_size()]
         work = self._post(dist.isend, sent, peer, _SEND_TAG)
-        self._wait_and_report(work, peer, "the receipt of a tensor", self.timeout_s)
+        self._wait_and_report(work, peer, "an acknowledgement of a tensor", self.timeout_s)
 
     def receive(self, peer: int) -> tuple[bytes, Buffer]:
         """Receives a header and a part from a rank; valid until the next call."""
@@ -205,7 +207,7 @@ class GlooLink:
         for receiver, work in zip(self._process_group.peers, works, strict=False):
             if receiver == peer:
                 with suppress(PeerLostError):  # the caller raises its own error
-                    self._wait_for(work, peer, "the receipt of a part", _MISMATCH_GRACE_S)
+                    self._wait_for(work, peer, "an acknowledgement of a part", _MISMATCH_GRACE_S)
 
     def close(self) -> None:
         """Ends the waiting threads. The process group closes the connections."""

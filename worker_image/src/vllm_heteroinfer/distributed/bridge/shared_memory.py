@@ -165,11 +165,11 @@ class SharedMemoryLink:
         entry = self._slab.announcements[announced % MAX_UNREAD]
         entry[:8] = len(message).to_bytes(8, "little")
         entry[8 : 8 + len(message)] = message
-        self._announced = words[ANNOUNCED] = announced
+        self._announced = words[ANNOUNCED] = announced  # the line of the first rank begins at word 0
 
     def listen(self, deadline_s: float) -> bytes:
         """Waits for the next announcement."""
-        words, wanted = self._slab.words, self._read + 1
+        words, wanted = self._slab.words, self._read + 1  # the line of the first rank begins at word 0
         if words[ANNOUNCED] < wanted:
             self._wait_and_report(
                 lambda: words[ANNOUNCED] >= wanted or bool(words[CLOSED]), 0, AN_ANNOUNCEMENT, deadline_s

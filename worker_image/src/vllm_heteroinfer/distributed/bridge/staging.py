@@ -157,7 +157,7 @@ class CudaStaging(Staging):
         return signal
 
     def wait_for_copies(self) -> float:
-        """Waits until the device has finished the copies of the current part. Returns seconds.
+        """Waits until the device has finished the copies of the current part. Returns a time in seconds.
 
         For the first part of a tensor, returns the device's own time for the copies, because the wait
         includes the computation of the tensor. For later parts, returns the time of the wait.
@@ -176,8 +176,8 @@ class CudaStaging(Staging):
         return time.perf_counter() - start
 
     def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
-        """Returns a small part in host memory itself, and a larger part as a copy in progress."""
-        if self._time_factor:
+        """Returns a small part as a view of host memory, and a larger part as a copy in progress."""
+        if self._time_factor:  # this part's copies are timed
             self._fetch_time.begin(self._time_factor)
         if form.num_bytes <= self._mapped_bytes:
             return self._mapped[buffer].view_as(form)

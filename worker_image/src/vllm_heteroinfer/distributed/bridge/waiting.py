@@ -28,7 +28,7 @@ def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
         waited_s += min(now_s - last_check_s, MAX_TURN_S)
         last_check_s = now_s
         if waited_s < SPIN_S:
-            continue
+            continue  # checks again without a pause
         if waited_s > timeout_s:
             return ready()  # the word may have changed since the check above
         if waited_s < YIELD_S:

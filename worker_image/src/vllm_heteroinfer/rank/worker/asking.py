@@ -172,7 +172,7 @@ class Asking(RankMode):
         for rank in ranks:
             key = weights_key(rank.rank)
             awaited = f"message that locates the weights of rank {rank.rank} in shared memory"
-            text = context.store.get(key, context.startup, what=awaited, rank=rank.rank)
+            text = context.store.get(key, context.startup, awaited=awaited, rank=rank.rank)
             offers[rank.rank] = OfferedWeights.from_json(text)
         loaded = weight_bytes(runner.get_model())
         context.reporter.set_phase(RankPhase.WARMING_UP, loaded, loaded)  # the measurement takes seconds
@@ -202,7 +202,7 @@ class Asking(RankMode):
         for other in context.plan.stage(context.rank.stage):
             key = f"feed-forward/measures/{other.rank}"
             awaited = f'"ready to measure" message from rank {other.rank}'
-            context.store.get(key, context.startup, what=awaited, rank=other.rank)
+            context.store.get(key, context.startup, awaited=awaited, rank=other.rank)
 
     def _max_captured_rows(self) -> int:
         """Returns the number of rows of the largest captured CUDA graph; 0 if vLLM captures none."""

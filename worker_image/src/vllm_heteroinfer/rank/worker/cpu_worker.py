@@ -31,7 +31,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
     """vLLM's CPU worker as one rank of a group."""
 
     def init_device(self) -> None:
-        """Joins the process groups. Before, makes the kernel use memory of the rank's own NUMA nodes.
+        """Makes the kernel use memory of the rank's own NUMA nodes. Then joins the process groups.
 
         vLLM's worker binds memory strictly to the node of its first CPU, and the model may not fit there
         (vllm/v1/worker/cpu_worker.py::CPUWorker.__init__@v0.32.0).

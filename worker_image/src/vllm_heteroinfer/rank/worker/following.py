@@ -43,10 +43,10 @@ _MESSAGE = struct.Struct("<ii")
 
 @contextlib.contextmanager
 def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: str) -> Iterator[None]:
-    """Announces every forward pass and every computation of logits inside, and the end.
+    """Announces each forward pass and each computation of logits in this context, and the context's end.
 
     Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._dummy_run@v0.32.0 calls `model(...)`
-    and `_dummy_sampler_run` calls `model.compute_logits(...)`, wherever they are called from.
+    and `_dummy_sampler_run` calls `model.compute_logits(...)`.
 
     Args:
         announce: sends a message to every follower, in order with the group's collectives.
@@ -99,7 +99,7 @@ def follow(
     Raises:
         FollowError: this rank ran other passes than the announced one, or announcements were lost.
     """
-    run_tokens: list[int] = []
+    run_tokens: list[int] = []  # tokens of each pass since the last announcement
     count = 0
     with _reporting_passes(model, run_tokens.append):
         while True:

@@ -36,7 +36,7 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         vLLM would require 92 % of the whole GPU, but the plan may use only a share.
         Source: vllm/v1/worker/utils.py::request_memory@v0.32.0.
         """
-        self._nccl_log = NcclLog.capture(os.environ)
+        self._nccl_log = NcclLog.capture(os.environ)  # before the process groups start NCCL
         total = torch.cuda.get_device_properties(0).total_memory
         self.cache_config.gpu_memory_utilization = memory_share(self.context.rank, total)
         super().init_device()

@@ -89,7 +89,11 @@ class GroupWorkerMixin:
         self.mode.model_loaded(self.model_runner)
 
     def _report_load(self, done_bytes: int, total_bytes: int) -> None:
-        """Reports the load's progress, in bytes of the rank's own share if the plan contains its size."""
+        """Reports the load's progress.
+
+        The given bytes are those of the whole checkpoint. If the plan contains the size of this rank's part,
+        the same fraction of that size is reported.
+        """
         planned_bytes = self.context.rank.weight_bytes
         if planned_bytes:
             done_bytes, total_bytes = planned_bytes * done_bytes // total_bytes, planned_bytes
@@ -178,14 +182,13 @@ class GroupWorkerMixin:
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         """Runs a step's forward pass. On the last stage, `sample_tokens` ends the step.
 
-        A call without tokens only passes on requests to forget or blocks to clear, and does not count as a
-        step.
+        A call without tokens does not count as a step. It only names requests to forget or blocks to clear.
         """
         rows = scheduler_output.total_num_scheduled_tokens
         if not rows:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
-        is_last_call = not get_pp_group().is_last_rank
-        self._serves_client = not is_first_request(scheduler_output)
+        is_last_call = not get_pp_group().is_last_rank  # `sample_tokens` follows only on the last stage
+        self._serves_client = not is_first_request(scheduler_output)  # the group's own first request
         with self._timed_call():
             self.mode.begin_step(rows, for_client=self._serves_client)
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -203,7 +206,7 @@ class GroupWorkerMixin:
         """
         if self._step_tokens is None:  # no step is open: another stage, or a step that has already ended
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
-        with self._timed_call(), self._hidden_generators(self.model_runner):
+        with self._timed_call(), self._hide_discarded_generators(self.model_runner):
             with self.mode.sampling(self.model_runner, grammar_output) as mask:
                 output = super().sample_tokens(mask)  # type: ignore[misc]
             if isinstance(output, AsyncModelRunnerOutput):
@@ -225,7 +228,7 @@ class GroupWorkerMixin:
         metrics.add_wait(communicators.take_wait_s())
         metrics.end_call()
 
-    def _hidden_generators(self, runner: Any) -> AbstractContextManager[None]:
+    def _hide_discarded_generators(self, runner: Any) -> AbstractContextManager[None]:
         """Returns a context in which vLLM draws nothing for seeded requests whose sample it discards.
 
         vLLM cannot undo a draw of a CPU generator. Does nothing on GPUs.

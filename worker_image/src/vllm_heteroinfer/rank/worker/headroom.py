@@ -89,10 +89,10 @@ def host_headroom(*, available_bytes: int, share: Fraction, activations_bytes: i
         share: this rank's share of that memory (`share_of_memory`).
         activations_bytes: temporary memory of the largest batch.
     """
-    others = "" if share == 1 else f" to all ranks, {float(share):.0%} to this rank"
+    for_whom = "" if share == 1 else f" to all ranks, {float(share):.0%} to this rank"
     return KvHeadroom(
         size_bytes=int(available_bytes * share) - activations_bytes,
-        explanation=f"{format_bytes(available_bytes)} available{others}, minus "
+        explanation=f"{format_bytes(available_bytes)} available{for_whom}, minus "
         f"{format_bytes(activations_bytes)} for the largest batch",
     )
 
@@ -101,8 +101,8 @@ def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Frac
     """Returns a CPU rank's share of this machine's memory, in proportion to its planned KV cache.
 
     CPU ranks of a pod share the pod's memory limit. Pods with the same address (`heteroinfer up`) share the
-    machine. The shares are equal if no rank has a KV cache, for example because its layers read the caches of
-    other layers.
+    machine. The shares are equal if none of these ranks has a KV cache, for example because their layers read
+    the caches of other layers.
     """
     sharing = ranks_on_machine(plan, launch, Device.CPU)
     caches = sum(each.kv_cache_bytes for each in sharing)
@@ -120,10 +120,10 @@ class PeakOfRun:
             file.write(_RESET_PEAK)
 
     def temporary_bytes(self) -> int:
-        """Returns the peak of the resident set since construction minus its present size, in bytes."""
+        """Returns the peak since construction minus the present size of the resident set, in bytes."""
         status = (self._process / "status").read_text()
         try:
             peak_bytes = kernel_bytes(status, "VmHWM")
-        except KeyError:  # gVisor has no VmHWM. Its other peak cannot be reset, so it includes the loading
+        except KeyError:  # gVisor has no VmHWM. The peak of getrusage includes the loading
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return max(0, peak_bytes - kernel_bytes(status, "VmRSS"))

@@ -79,7 +79,10 @@ class PipelineHops(RankMode):
             return
         peer = group.prev_rank
         peer_schema = context.store.get(
-            f"hop/{peer}", context.startup, what=f"description of the hidden states of rank {peer}", rank=peer
+            f"hop/{peer}",
+            context.startup,
+            awaited=f"description of the hidden states of rank {peer}",
+            rank=peer,
         )
         if peer_schema != own_schema:
             raise RuntimeError(

@@ -26,7 +26,7 @@ class PromptLogprobsInParts:
     """
 
     def __init__(self, runner: Any, rows: int) -> None:
-        """Keeps vLLM's method, which this object calls."""
+        """Keeps vLLM's method, which this object calls for at most `rows` tokens of a prompt."""
         self._runner = runner
         self._rows = rows
         self._compute_part = runner._get_prompt_logprobs_dict

@@ -110,7 +110,7 @@ class TensorGroup(RankMode):
             context.store.put(key, str(own_order))
             return
         leader_order = context.store.get(
-            key, context.startup, what="reorder_batch_threshold of the stage's first rank"
+            key, context.startup, awaited="reorder_batch_threshold of the stage's first rank"
         )
         if own_order is None and leader_order != "None":  # this backend accepts any order
             runner.reorder_batch_threshold = int(leader_order)
@@ -156,12 +156,11 @@ class TensorGroup(RankMode):
     def _follow(self, runner: Any, model: Any, phase: str) -> None:
         """Runs the forward passes and computations of logits that the leader announces in a phase."""
         config = runner.vllm_config
-        size = (config.model_config.get_hidden_size(),)
-        dtype = config.model_config.dtype
+        hidden_size, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
 
         def logits(rows: int) -> None:
             """Computes logits of zeros, so that this rank takes part in the collectives inside."""
-            model.compute_logits(torch.zeros((rows, *size), dtype=dtype, device=self._device))
+            model.compute_logits(torch.zeros((rows, hidden_size), dtype=dtype, device=self._device))
 
         def forward(tokens: int) -> None:
             """Runs a forward pass with dummy tokens."""
