@@ -15,6 +15,7 @@ from heteroinfer_contract.calibration import (
     Versions,
 )
 from heteroinfer_contract.model import SchemeName
+from heteroinfer_contract.network_measurement import NetworkMeasurement
 
 CPU = "Intel(R) Xeon(R) Processor"
 AMX = ("avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
@@ -52,3 +53,12 @@ CALIBRATION = Calibration(
 
 def calibration(**changed: Any) -> Calibration:
     return replace(CALIBRATION, **changed)
+
+
+NETWORK = NetworkMeasurement(
+    version="0.1.0",
+    time=1795334400.0,
+    round_trip_s=300e-6,
+    to_listener_bytes_per_s=1e9,
+    to_client_bytes_per_s=4e9,
+)

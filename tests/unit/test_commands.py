@@ -17,6 +17,7 @@ import pytest
 from heteroinfer_operator.cli import COMMANDS, build_parser
 from tests.unit.pages import ROOT, TODAY, code, name_of, without_what_was
 from vllm_heteroinfer.calibration import __main__ as calibration
+from vllm_heteroinfer.calibration import network
 from vllm_heteroinfer.launch import cli
 
 FOLDERS = ("charts", "crds", "examples", "operator", "tests", "worker_image")
@@ -201,7 +202,8 @@ def worker_options(command: str) -> frozenset[str]:
     output = io.StringIO()
     silent = contextlib.redirect_stderr(io.StringIO())
     with contextlib.redirect_stdout(output), silent, contextlib.suppress(SystemExit):
-        calibration.main(["--help"]) if command == "calibrate" else cli.main([command, "--help"])
+        main = {"calibrate": calibration.main, "network": network.main}.get(command)
+        cli.main([command, "--help"]) if main is None else main(["--help"])
     rows = (line.strip().partition("  ")[0] for line in output.getvalue().splitlines())
     return frozenset(option for row in rows if row.startswith("-") for option in _OPTION.findall(row))
 
@@ -217,6 +219,7 @@ def wrong_worker_options(text: str) -> Iterator[str]:
 def test_every_option_of_the_worker_in_the_docs_exists() -> None:
     assert "--repository" in worker_options("fetch")
     assert worker_options("calibrate") >= {"-o", "--limit", "--termination-message-path", "--help"}
+    assert worker_options("network") >= {"-o", "--listen", "--connect", "--wait", "--limit", "--linger"}
     assert worker_options("run")
     assert sum(len(_WORKER.findall(text)) for text in texts().values()) > 15
     assert wrong(wrong_worker_options) == []

@@ -115,6 +115,7 @@ KINDS = (
     "calibration.nodeKinds[1].nodeSelector.type=h200",
     "calibration.nodeKinds[1].gpu=true",
 )
+NETWORKS = ("calibration.networks[0].from=h200", "calibration.networks[0].to=m7i")
 
 
 def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
@@ -194,19 +195,19 @@ def test_pods_that_measure_are_restricted_and_only_the_last_container_has_a_toke
     plane.kubectl("create", "serviceaccount", "-n", namespace, "rel-heteroinfer-calibration")
     hard = ",".join(f"limits.{name}=64Gi" for name in sorted(LIMITS))
     plane.kubectl("create", "quota", "-n", namespace, "limits", f"--hard={hard}")
-    for job in of_kind(render(plane, *KINDS, *LIMITED), "Job"):
+    for job in of_kind(render(plane, *KINDS, *NETWORKS, *LIMITED), "Job"):
         spec = job["spec"]["template"]["spec"]
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "measures"}, "spec": spec}
         answer = plane.kubectl(
             "create", "-n", namespace, "--dry-run=server", "-f", "-", "-o", "json", stdin=yaml.safe_dump(pod)
         )
         admitted = json.loads(answer)["spec"]
-        mounts = [
-            {mount["mountPath"] for mount in container["volumeMounts"]}
-            for container in (*admitted["initContainers"], *admitted["containers"])
-        ]
-        assert [any("serviceaccount" in path for path in paths) for paths in mounts] == [False, True]
-        resources = [each["resources"] for each in (*admitted["initContainers"], *admitted["containers"])]
+        containers = [*admitted.get("initContainers", ()), *admitted["containers"]]
+        mounts = [{mount["mountPath"] for mount in container["volumeMounts"]} for container in containers]
+        has_token = [any("serviceaccount" in path for path in paths) for paths in mounts]
+        # Only the container that stores a result has a token; the pod that answers a measurement stores none.
+        assert has_token == [container["name"] == "keep" for container in containers]
+        resources = [each["resources"] for each in containers]
         assert all(set(each["limits"]) >= LIMITS for each in resources), resources
         del spec["containers"][0]["securityContext"]
         with pytest.raises(ClusterError, match="violates PodSecurity"):
@@ -368,6 +369,21 @@ def test_the_operator_reads_all_variables_of_its_environment(plane: Cluster) -> 
             ",".join((*KINDS, "calibration.nodeKinds[1].name=m7i")),
             "calibration.nodeKinds: each name must be unique (got m7i twice)",
         ),
+        (
+            "calibration.networks[0].from=m7i,calibration.networks[0].to=m7i",
+            "calibration.networks: from must be the name of one of calibration.nodeKinds (got m7i)",
+        ),
+        (
+            ",".join((*KINDS, "calibration.networks[0].from=m7i,calibration.networks[0].to=m8i")),
+            "calibration.networks: to must be the name of one of calibration.nodeKinds (got m8i)",
+        ),
+        (
+            ",".join((*KINDS, *NETWORKS, "calibration.networks[1].from=h200,calibration.networks[1].to=m7i")),
+            "calibration.networks: each pair must be unique (got h200 to m7i twice)",
+        ),
+        ("calibration.networks[0].from=m7i", "missing property 'to'"),
+        ("calibration.networks[0].from=M7", "/calibration/networks/0/from"),
+        ("calibration.networks[0].port=1", "additional properties 'port' not allowed"),
         (
             ",".join((*KINDS, "scope=Namespaced")),
             "calibration.nodeKinds: must be empty with scope Namespaced",

@@ -125,6 +125,10 @@ CASES = (
         calibration__nodeKinds=ONE_KIND,
     ),
     case("calibration.nodeKinds", ONE_KIND, "Job", f"{POD}.nodeSelector.type", "m7i"),
+    case(
+        "calibration.networks", [{"from": "m7i", "to": "m7i"}], "Service", "spec.ports.network.port", 29502,
+        calibration__nodeKinds=ONE_KIND,
+    ),
     case("serviceAccount.create", False, "ServiceAccount mine", "", None, serviceAccount__name="mine"),
     pod_field("serviceAccount.name", "mine", "serviceAccountName"),
     case(

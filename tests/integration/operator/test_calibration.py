@@ -1,6 +1,7 @@
 """The operator predicts with the calibration that a Job of the chart stores with minimal permissions."""
 
 import asyncio
+import functools
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
 from tests.integration.operator.life import Install, bind, bring_up, status_of, stored, workers
 from tests.integration.operator.running_operator import OperatorProcess, operator, until
-from tests.unit.calibrated import CALIBRATION
+from tests.unit.calibrated import CALIBRATION, NETWORK
 
 MEASURED = replace(CALIBRATION, versions=replace(CALIBRATION.versions, heteroinfer=own_version()))
 VALUES = ("calibration.nodeKinds[0].name=fast", "calibration.nodeKinds[0].nodeSelector.speed=fast")
@@ -101,6 +102,47 @@ async def test_the_operator_predicts_with_the_calibration_from_a_job(
     assert json.loads(kept["data"]["fast.json"])["nodeSelector"] == {**IMAGE_PLATFORM, "speed": "fast"}
 
 
+async def test_the_operator_reads_the_network_that_a_job_stores(
+    control_plane: Cluster, server: ApiServer, install: Install, tmp_path: Path
+) -> None:
+    installed = install(*VALUES, "calibration.networks[0].from=fast", "calibration.networks[0].to=fast")
+    release, config_map = installed.release, f"{installed.release}-heteroinfer-measured"
+    jobs = json.loads(control_plane.kubectl("get", "jobs", "-n", release, "-o", "json"))["items"]
+    (client,) = (job for job in jobs if "-connect-" in job["metadata"]["name"])
+    assert len(jobs) == 3, "a Job that measures a node, and the two of the network"
+    measured = replace(NETWORK, version=own_version())
+    older = replace(NETWORK, version="0.0.9")
+    file = tmp_path / "network.json"
+    run = functools.partial(run_keeping_container, control_plane, release, tmp_path, client)
+    file.write_text(older.to_json())
+    refused = await run()
+    assert refused.returncode != 0
+    assert "HeteroInfer 0.0.9 measured this network, but " in refused.stderr
+    file.write_text("{}")
+    assert f"{file}: NetworkMeasurement: " in (await run()).stderr
+    file.write_text(measured.to_json())
+    done = await run()
+    assert done.returncode == 0, done.stderr
+    assert f"network: measurement {measured.hash} of " in done.stdout
+    assert f"stored in ConfigMap {release}/{config_map}: fast.fast.network" in done.stdout
+    await keep_as_the_job_does(control_plane, installed, tmp_path)
+    path = CONFIG_MAP.path(release, config_map)
+    stored_map = await server.get(path)
+    assert sorted(stored_map["data"]) == ["fast.fast.network.json", "fast.json"], "neither removes the other"
+    await server.merge(path, {"data": {"fast.x.network.json": "{"}})
+    settings = {"namespace": release, "calibration_config_map": config_map}
+    async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
+        await process.working()
+
+        async def is_read() -> bool:
+            said = process.said
+            known = f"network between nodes of kinds fast and fast: using measurement {measured.hash}"
+            return known in said and "calibration fast.x.network.json: must have a key of two kinds" in said
+
+        await until("log lines about both networks", is_read, said=lambda: process.said)
+        assert await process.stop() == 0
+
+
 async def names_both(process: OperatorProcess) -> bool:
     """Checks whether the operator's log reports why it ignores two entries."""
     output = process.output
@@ -119,11 +161,30 @@ def jobs_of(cluster: Cluster, release: str) -> list[str]:
 async def keep_as_the_job_does(cluster: Cluster, installed: Installation, tmp_path: Path) -> str:
     """Runs the command of the Job's container with its pod's permissions; returns the output."""
     release = installed.release
-    (job,) = json.loads(cluster.kubectl("get", "jobs", "-n", release, "-o", "json"))["items"]
+    jobs = json.loads(cluster.kubectl("get", "jobs", "-n", release, "-o", "json"))["items"]
+    (job,) = (job for job in jobs if "-fast-" in job["metadata"]["name"])
     pod = job["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {**IMAGE_PLATFORM, "speed": "fast"}
     assert "token" not in [mount["name"] for mount in pod["initContainers"][0]["volumeMounts"]]
-    measured, kubeconfig = tmp_path / "calibration.json", tmp_path / "job.kubeconfig"
+    measured = tmp_path / "calibration.json"
+    run = functools.partial(run_keeping_container, cluster, release, tmp_path, job)
+    older = replace(MEASURED, versions=replace(MEASURED.versions, heteroinfer="0.0.9"))
+    measured.write_text(older.to_json())
+    refused = await run()
+    assert refused.returncode != 0
+    assert "HeteroInfer 0.0.9 measured this calibration, but " in refused.stderr
+    measured.write_text(MEASURED.to_json())
+    done = await run()
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+async def run_keeping_container(
+    cluster: Cluster, release: str, tmp_path: Path, job: dict[str, Any]
+) -> "subprocess.CompletedProcess[str]":
+    """Runs the command of the container that stores a result, with its pod's permissions."""
+    pod = job["spec"]["template"]["spec"]
+    kubeconfig = tmp_path / "job.kubeconfig"
     token = cluster.kubectl("create", "token", "-n", release, pod["serviceAccountName"])
     config = yaml.safe_load(cluster.kubeconfig.read_text())
     config["users"][0]["user"] = {"token": token.strip()}
@@ -137,21 +198,9 @@ async def keep_as_the_job_does(cluster: Cluster, installed: Installation, tmp_pa
     env |= {"PATH": os.environ["PATH"], "KUBECONFIG": str(kubeconfig)}
     arguments = [each.replace("/measured", str(tmp_path)) for each in container["args"]]
     command = [sys.executable, "-m", "heteroinfer_operator.cli", *arguments]
-
-    async def run() -> "subprocess.CompletedProcess[str]":
-        return await asyncio.to_thread(
-            subprocess.run, command, env=env, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    older = replace(MEASURED, versions=replace(MEASURED.versions, heteroinfer="0.0.9"))
-    measured.write_text(older.to_json())
-    refused = await run()
-    assert refused.returncode != 0
-    assert "HeteroInfer 0.0.9 measured this calibration, but " in refused.stderr
-    measured.write_text(MEASURED.to_json())
-    done = await run()
-    assert done.returncode == 0, done.stderr
-    return str(done.stdout)
+    return await asyncio.to_thread(
+        subprocess.run, command, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete")

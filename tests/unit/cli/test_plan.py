@@ -20,7 +20,7 @@ from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.planning.rates import GPU_UNKNOWN, describe_cpu_defaults
 from tests.cluster.folders import REPOSITORY
-from tests.unit.calibrated import CALIBRATION, calibration
+from tests.unit.calibrated import CALIBRATION, NETWORK, calibration
 from tests.unit.cli.model_directory import write_model
 
 CPU_ROLE = [{"name": "cpu", "device": "CPU", "resources": {"requests": {"cpu": "1", "memory": "4Gi"}}}]
@@ -277,6 +277,30 @@ def test_reads_a_named_calibration_of_any_machine(
         words = error(capsys, "-f", file, "--calibration", str(measured))
         assert f"Create it again with `heteroinfer calibrate -o {measured}`" in words
     assert "No such file" in error(capsys, "-f", file, "--calibration", str(tmp_path / "nowhere"))
+
+
+def test_reads_the_measurement_of_a_network(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = tmp_path / "network.json"
+    measured.write_text(NETWORK.to_json())
+    gpu = {"name": "gpu", "device": "GPU", "deviceMemory": "24Gi"}
+    mode = {"parallelism": {"mode": "FeedForward"}, "engine": {"maxModelLen": 128}}
+    file = write(tmp_path, model, roles=[gpu, *CPU_ROLE], **mode)
+    given = ("-f", file, "--network", str(measured))
+    assert f"network to role cpu: measurement {NETWORK.hash} of " in rates_line(capsys, *given)
+    assert "network to role cpu: not measured, default rates" in rates_line(capsys, "-f", file)
+    assert main(["plan", "-o", "json", *given]) == 0
+    (source,) = json.loads(capsys.readouterr().out)["networks"].values()
+    assert source.startswith(f"measurement {NETWORK.hash}")
+    for text in ("{}", "nonsense", NETWORK.to_json().replace("0.0003", "NaN")):
+        measured.write_text(text)
+        words = error(capsys, *given)
+        assert words.startswith(f"error: {measured}: ")
+        assert f". Create it with `heteroinfer-worker network --connect HOST -o {measured}`" in words
+    missing = error(capsys, "-f", file, "--network", str(tmp_path / "nowhere"))
+    assert "nowhere: cannot be read (No such file or directory). Create it with" in missing
+    assert "network" not in rates_line(capsys, "-f", write(tmp_path, model, roles=CPU_ROLE))
 
 
 # Bad input: each is one clear message and a non-zero exit code

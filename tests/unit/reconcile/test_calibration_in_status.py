@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
-from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind
+from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind, MeasuredNetwork
 from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
-from heteroinfer_operator.planning.rates import describe_cpu_defaults
-from tests.unit.calibrated import CALIBRATION, calibration
+from heteroinfer_operator.planning.rates import DEFAULT_NETWORK, describe_cpu_defaults
+from tests.unit.calibrated import CALIBRATION, NETWORK, calibration
+from tests.unit.planning.test_ring_choice import qwen
+from tests.unit.reconcile.test_mode import nodes
 from tests.unit.reconcile.world import World, cpu_pair
 
 
@@ -61,3 +63,36 @@ def test_a_group_is_predicted_with_the_calibration_of_its_nodes() -> None:
     assert plan["calibration"].count(CALIBRATION.hash) == 2
     assert plan["predictedStepMs"] != before["predictedStepMs"]
     assert plan["hash"] == before["hash"]
+
+
+def test_the_network_of_a_groups_nodes_is_in_the_prediction() -> None:
+    cpu_role = {"name": "cpu", "device": "CPU", "resources": {"limits": {"cpu": "14", "memory": "64Gi"}}}
+    spec = {
+        "model": {"uri": "file:///models/mixture"},
+        "engine": {"maxModelLen": 8192},
+        "parallelism": {"mode": "FeedForward"},
+        "roles": [{"name": "gpu", "device": "GPU", "deviceMemory": "24Gi"}, cpu_role],
+    }
+    world = World(spec=spec, nodes=nodes(24, cpus=64))
+    world.settle()
+    world.answer_inspection(qwen().to_json())
+    world.settle()
+    on_nodes = zip(world.pods.items(), "ab", strict=True)  # the pod of the GPU has the first name
+    world.pods = {name: replace(pod, node=node) for (name, pod), node in on_nodes}
+    world.all_ready()
+    world.settle()
+    (before,) = world.status["plans"]
+    assert before["calibration"].endswith(f"; network to role cpu: {DEFAULT_NETWORK.source}")
+    world.nodes = tuple(replace(node, labels={**node.labels, "speed": "fast"}) for node in world.nodes or ())
+    network = MeasuredNetwork(kinds=("a", "a"), selectors=({"speed": "fast"},) * 2, network=NETWORK)
+    world.calibrations = Calibrations(networks=(network,))
+    world.settle()
+    (plan,) = world.status["plans"]
+    assert f"; network to role cpu: measurement {NETWORK.hash} of " in plan["calibration"]
+    assert plan["predictedStepMs"] > before["predictedStepMs"]
+    assert plan["hash"] == before["hash"]
+    world.pods = {name: replace(pod, node="a") for name, pod in world.pods.items()}
+    world.settle()
+    assert DEFAULT_NETWORK.source in world.status["plans"][0]["calibration"], (
+        "pods on one node have no measured network"
+    )

@@ -80,6 +80,8 @@ DEFAULT_RENDEZVOUS_PORT: Final = 29500
 DEFAULT_EXECUTOR_PORT: Final = 29501
 DEFAULT_METRICS_PORT: Final = 9400
 """Metrics port of local rank 0; local rank i uses this port plus i."""
+DEFAULT_NETWORK_PORT: Final = 29502
+"""Port at which `heteroinfer-worker network --listen` answers the other machine's measurement."""
 
 # Environment of a worker pod
 ENV_PLAN: Final = "HETEROINFER_PLAN"

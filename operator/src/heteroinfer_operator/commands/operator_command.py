@@ -31,8 +31,10 @@ from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.nodes.calibrations import (
     CalibrationError,
     MeasuredKind,
+    MeasuredNetwork,
     check_kind,
     check_selector,
+    describe_network,
 )
 from heteroinfer_operator.operator_process import Operator
 from heteroinfer_operator.reconcile import Allowed, Options, reconcile
@@ -64,16 +66,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "HETEROINFER_CALIBRATION_CONFIG_MAP, then exit; the chart's calibration Job uses it",
     )
     parser.add_argument(
+        "--keep-network",
+        type=Path,
+        metavar="FILE",
+        help="store the measurement in FILE (from `heteroinfer-worker network -o FILE`) in that ConfigMap, "
+        "then exit; the chart's Job that measures a network uses it",
+    )
+    parser.add_argument(
         "--node-kind",
-        default="",
+        default=[],
+        action="append",
         metavar="NAME",
-        help="with --keep-calibration: name of the kind of node on which FILE was measured",
+        help="with --keep-calibration: name of the kind of node on which FILE was measured. With "
+        "--keep-network: the kind of the client's node, then again the kind of the listener's node",
     )
     parser.add_argument(
         "--node-selector",
-        default="{}",
+        default=[],
+        action="append",
         metavar="JSON",
-        help="with --keep-calibration: labels of the nodes of this kind",
+        help="labels of the nodes of this kind, for each --node-kind",
     )
 
 
@@ -122,7 +134,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check_installation(settings)
     if arguments.keep_calibration is not None:
-        asyncio.run(_store_calibration(settings, arguments))
+        asyncio.run(_store_measured(settings, _read_measured_kind(arguments)))
+        return EXIT_OK
+    if arguments.keep_network is not None:
+        asyncio.run(_store_measured(settings, _read_measured_network(arguments)))
         return EXIT_OK
 
     def build_decide(operator_key: bytes | None) -> Decide:
@@ -155,33 +170,74 @@ def _check_installation(settings: InstallationSettings) -> int:
     return EXIT_FAILED if problems else EXIT_OK
 
 
-async def _store_calibration(settings: InstallationSettings, arguments: argparse.Namespace) -> None:
-    """Stores the calibration of a node kind in the ConfigMap of the settings, and prints it."""
+async def _store_measured(settings: InstallationSettings, measured: MeasuredKind | MeasuredNetwork) -> None:
+    """Stores measured rates in the ConfigMap of the settings, and prints them."""
     if not settings.calibration_config_map:
         raise CalibrationError(
             "HETEROINFER_CALIBRATION_CONFIG_MAP: must be the name of a ConfigMap (got an empty name). Set "
             "this variable"
         )
-    try:
-        selector = json.loads(arguments.node_selector)
-    except ValueError:
-        selector = arguments.node_selector
-    kind = MeasuredKind(
-        name=check_kind(arguments.node_kind),
-        selector=check_selector(selector),
-        calibration=calibration_file.read_calibration_file(arguments.keep_calibration),
-    )
-    measured, own = kind.calibration.versions.heteroinfer, own_version()
-    if measured != own:
-        raise CalibrationError(
-            f"HeteroInfer {measured} measured this calibration, but an operator of version {own} uses only "
-            f"calibrations of its own version. Set the chart's workerImages to images of version {own}"
-        )
     name = NamespacedName(namespace=settings.namespace, name=settings.calibration_config_map)
     server = ApiServer(await load_configuration())
     try:
-        await write_calibration(server, name, kind)
+        await write_calibration(server, name, measured)
     finally:
         await server.close()
-    for line in (*describe_measurements(kind.calibration), f"stored in ConfigMap {name}: {kind.name}"):
+    if isinstance(measured, MeasuredKind):
+        described = describe_measurements(measured.calibration)
+    else:
+        described = [f"network: {describe_network(measured.network)}"]
+    for line in (*described, f"stored in ConfigMap {name}: {measured.full_name}"):
         sys.stdout.write(f"{printable(line)}\n")
+
+
+def _read_measured_kind(arguments: argparse.Namespace) -> MeasuredKind:
+    """Returns the kind of nodes that the arguments describe; raises CalibrationError."""
+    ((name, selector),) = _read_kinds(arguments, 1)
+    calibration = calibration_file.read_calibration_file(arguments.keep_calibration)
+    _check_version(calibration.versions.heteroinfer, "calibration")
+    return MeasuredKind(name=name, selector=selector, calibration=calibration)
+
+
+def _read_measured_network(arguments: argparse.Namespace) -> MeasuredNetwork:
+    """Returns the network that the arguments describe; raises CalibrationError."""
+    (one, one_selector), (other, other_selector) = _read_kinds(arguments, 2)
+    network = calibration_file.read_network_file(arguments.keep_network)
+    _check_version(network.version, "network")
+    return MeasuredNetwork(kinds=(one, other), selectors=(one_selector, other_selector), network=network)
+
+
+def _read_kinds(arguments: argparse.Namespace, num_kinds: int) -> list[tuple[str, dict[str, str]]]:
+    """Returns the names and the labels of the kinds of nodes in the arguments; raises CalibrationError."""
+    texts = arguments.node_selector
+    if len(arguments.node_kind) != num_kinds or len(texts) != num_kinds:
+        raise CalibrationError(
+            f"--node-kind, --node-selector: the command must have each option {num_kinds} times (got "
+            f"{len(arguments.node_kind)} and {len(texts)}). Correct the arguments of the Job"
+        )
+    return [
+        (check_kind(name), check_selector(_read_json(text)))
+        for name, text in zip(arguments.node_kind, texts, strict=True)
+    ]
+
+
+def _read_json(text: str) -> object:
+    """Returns the value of a JSON text; the text itself if it is not JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _check_version(measured: str, what: str) -> None:
+    """Raises CalibrationError if another version than this one measured.
+
+    Args:
+        what: name of the measurement, for the message.
+    """
+    own = own_version()
+    if measured != own:
+        raise CalibrationError(
+            f"HeteroInfer {measured} measured this {what}, but an operator of version {own} uses only "
+            f"{what}s of its own version. Set the chart's workerImages to images of version {own}"
+        )

@@ -17,7 +17,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
 
-_MIN_GAIN: Final = 0.03
+MIN_GAIN: Final = 0.03
 """Smallest relative gain of a choice, in time, memory or concurrency."""
 
 
@@ -91,10 +91,10 @@ def _plans_with_fewer_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
     spec = planned.request.spec
     for role in _resizable_roles(spec):
         if role.pods > 1:
-            other = _plan_for(planned, _with_pods(spec, role, role.pods - 1))
+            other = plan_for(planned, with_pods(spec, role, role.pods - 1))
             change = f"with {count(role.pods - 1, 'pod')} of role {role.name} instead of {role.pods}"
         elif len(spec.roles) > 1:
-            other = _plan_for(planned, _with_pods(spec, role, 0))
+            other = plan_for(planned, with_pods(spec, role, 0))
             change = f"without role {role.name}"
         else:
             continue
@@ -109,8 +109,8 @@ def _plans_with_more_gpu_pods(planned: Planned) -> Iterator[tuple[str, Planned]]
     for role in _resizable_roles(spec):
         if role.device is not Device.GPU:
             continue
-        other = _plan_for(planned, _with_pods(spec, role, role.pods + 1))
-        if other is not None and predict(other.plan, other.rates).step_s <= (1 - _MIN_GAIN) * step_s:
+        other = plan_for(planned, with_pods(spec, role, role.pods + 1))
+        if other is not None and predict(other.plan, other.rates).step_s <= (1 - MIN_GAIN) * step_s:
             yield f"with {role.pods + 1} pods of role {role.name} instead of {role.pods}", other
 
 
@@ -122,7 +122,7 @@ def _resizable_roles(spec: HeteroInferenceSpec) -> Sequence[RoleSpec]:
     return () if spec.parallelism.mode is Mode.FEED_FORWARD else spec.roles
 
 
-def _with_pods(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroInferenceSpec:
+def with_pods(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroInferenceSpec:
     """Returns the spec with this number of pods of a role; with 0 the role is removed."""
 
     def changed_roles(roles: Sequence[RoleSpec]) -> Iterator[RoleSpec]:
@@ -136,7 +136,7 @@ def _with_pods(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroIn
     return spec.changed(roles=tuple(changed_roles(spec.roles)))
 
 
-def _plan_for(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
+def plan_for(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
     """Returns the plan of another spec, or None if it has no plan."""
     try:
         return make_plan(replace(planned.request, spec=spec), planned.inventory)
@@ -148,7 +148,7 @@ def _describe_spare_memory(planned: Planned) -> Iterator[str]:
     """Yields a line for each role whose ranks all have more memory than one full-length request needs.
 
     The rank of the role with the least spare memory decides. There is no line if its spare memory is less
-    than _MIN_GAIN of the memory that the rank uses.
+    than MIN_GAIN of the memory that the rank uses.
     """
     kv = planned.sizes.kv
     spare_and_used: dict[str, tuple[int, int]] = {}
@@ -158,7 +158,7 @@ def _describe_spare_memory(planned: Planned) -> Iterator[str]:
         # `min` compares the spare bytes first.
         spare_and_used[rank.role] = min(spare_and_used.get(rank.role, of_rank), of_rank)
     for role, (spare_bytes, used_bytes) in spare_and_used.items():
-        if spare_bytes >= _MIN_GAIN * used_bytes:
+        if spare_bytes >= MIN_GAIN * used_bytes:
             yield (
                 "save memory: if you serve one full-length request at a time, each rank of role "
                 f"{role} needs {format_bytes(spare_bytes)} less"
@@ -168,7 +168,7 @@ def _describe_spare_memory(planned: Planned) -> Iterator[str]:
 def _describe_moved_layers(planned: Planned) -> Iterator[str]:
     """Yields a line with the time that each layer saves if the user moves it from a CPU role to a GPU.
 
-    The line is about the role of the first CPU rank. There is no line if that rank takes less than _MIN_GAIN
+    The line is about the role of the first CPU rank. There is no line if that rank takes less than MIN_GAIN
     of the step, or if all ranks have the same kind of device.
     """
     plan = planned.plan
@@ -178,7 +178,7 @@ def _describe_moved_layers(planned: Planned) -> Iterator[str]:
     step_s = predict(plan, planned.rates).step_s
     first_rank = cpu_ranks[0]
     layer_s = first_rank.predicted_step_s / max(first_rank.num_layers, 1)
-    if first_rank.predicted_step_s >= _MIN_GAIN * step_s:
+    if first_rank.predicted_step_s >= MIN_GAIN * step_s:
         bytes_on_cpus = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in cpu_ranks)
         yield (
             f"faster: each layer that you move from role {first_rank.role} to a GPU saves "
@@ -211,8 +211,8 @@ def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
     layers[giver] -= 1
     layers[receiver] += 1
     roles = [rank.role for rank in first_ranks]
-    other = _plan_for(planned, _with_layers(spec, layers, roles))
-    min_requests = (1 + _MIN_GAIN) * full_length_requests(planned)
+    other = plan_for(planned, _with_layers(spec, layers, roles))
+    min_requests = (1 + MIN_GAIN) * full_length_requests(planned)
     if other is None or full_length_requests(other) < min_requests:
         return
     yield (

@@ -21,6 +21,7 @@ from heteroinfer_operator.commands.plan_nodes import HOW_TO_CREATE, GivenNodes, 
 from heteroinfer_operator.commands.plan_options import (
     add_calibration,
     add_model_dir,
+    add_network,
     gpu_count,
     memory_size,
     read_calibrations,
@@ -37,6 +38,7 @@ from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.nodes.priorities import preempting_priority
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.mode_choice import ModeChoice, ModeOption
+from heteroinfer_operator.planning.predicted_plan import describe_networks
 from heteroinfer_operator.planning.prediction import Prediction, predict
 from heteroinfer_operator.planning.step_limit import time_between_tokens
 
@@ -102,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_dir(parser, "the file's model.uri")
     add_calibration(parser, "the measurements of this machine, if there are any and --nodes is not given")
+    add_network(parser)
     parser.add_argument(
         "-o", "--output", choices=("table", "json", "yaml"), default="table", help="format; default: table"
     )
@@ -180,7 +183,11 @@ def _plan_file(arguments: argparse.Namespace) -> PlanAnswer:
         always_refused = tuple(error for error in refused if error.reason == PlanReason.REFUSED_ARGUMENT)
         if always_refused:
             return PlanAnswer(name=name, errors=always_refused, refused=refused)
-        calibrations = read_calibrations(arguments.calibration, other_machines=arguments.nodes is not None)
+        calibrations = read_calibrations(
+            arguments.calibration,
+            other_machines=arguments.nodes is not None,
+            network=arguments.network,
+        )
         planned = _plan(resource, calibrations, arguments)
         return PlanAnswer(name=name, planned=planned, calibrations=calibrations, refused=refused)
     except HeteroInferError as error:
@@ -291,6 +298,7 @@ def _dump_errors(errors: Iterable[HeteroInferError]) -> list[dict[str, str]]:
 def _dump_plan(planned: Planned) -> dict[str, Any]:
     """Returns a plan with its predictions and notes as JSON values."""
     has_limit = planned.request.spec.engine.max_time_between_tokens is not None
+    networks = describe_networks(planned.plan, planned.rates)
     return {
         "hash": planned.plan.hash,
         "plan": json.loads(planned.plan.to_json()),
@@ -301,6 +309,7 @@ def _dump_plan(planned: Planned) -> dict[str, Any]:
         **({"timeBetweenTokensMs": _dump_prediction(time_between_tokens(planned))} if has_limit else {}),
         **({} if planned.choice is None else {"modeChoice": _dump_mode_choice(planned.choice)}),
         "rates": {rank.role: planned.rates[rank.rank].source for rank in planned.plan.ranks},
+        **({"networks": networks} if networks else {}),
     }
 
 

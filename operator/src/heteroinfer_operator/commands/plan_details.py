@@ -14,6 +14,7 @@ from heteroinfer_operator.commands.plan_figures import (
     memory_limit,
     typical_context,
 )
+from heteroinfer_operator.commands.plan_pod_counts import describe_pod_counts
 from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread
 from heteroinfer_operator.planning.concurrency import num_kv_blocks
 from heteroinfer_operator.planning.feed_forward import FeedForwardPart, peak_extra_bytes, rank_weight_bytes
@@ -21,6 +22,7 @@ from heteroinfer_operator.planning.first_token import build_feed_forward_wait
 from heteroinfer_operator.planning.gpu_floor import BESIDE_ON_GPUS, BESIDE_WITHOUT_GRAPHS
 from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES
 from heteroinfer_operator.planning.planner import Planned
+from heteroinfer_operator.planning.predicted_plan import describe_networks
 from heteroinfer_operator.planning.prediction import (
     StepLoad,
     forecast,
@@ -217,18 +219,22 @@ def describe_times(planned: Planned) -> list[tuple[str, str]]:
         rows.append((label, f"{spread(first)} after a prompt of {count(context, 'token')}"))
     if long_prompts := describe_long_prompts(plan, sizes, rates, planned.remote):
         rows.append(("long prompts", long_prompts))
-    return rows
+    return [*rows, *(("CPU nodes", text) for text in describe_pod_counts(planned))]
 
 
 def _describe_rates(planned: Planned) -> list[str]:
-    """Returns the source of the rates of each role, a line each."""
+    """Returns the source of the rates of each role and each network, a line each."""
     rate_lines = sorted(
         {
             (rank.role, ", feed-forward" if rank.feed_forward else "", planned.rates[rank.rank].source)
             for rank in planned.plan.ranks
         }
     )
-    return [f"role {role}{kind}: {source}" for role, kind, source in rate_lines]
+    networks = describe_networks(planned.plan, planned.rates)
+    return [
+        *(f"role {role}{kind}: {source}" for role, kind, source in rate_lines),
+        *(f"network to role {role}: {source}" for role, source in sorted(networks.items())),
+    ]
 
 
 def _describe_settings(planned: Planned) -> list[tuple[str, str]]:

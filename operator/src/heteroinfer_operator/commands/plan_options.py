@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -34,17 +35,39 @@ def add_calibration(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def read_calibrations(given: str | None, *, other_machines: bool = False) -> Calibrations:
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """Adds --network."""
+    parser.add_argument(
+        "--network",
+        type=Path,
+        metavar="FILE",
+        help="measurement by `heteroinfer-worker network --connect HOST -o FILE`, for feed-forward ranks in "
+        "pods of their own; default: default rates of a network",
+    )
+
+
+def read_calibrations(
+    given: str | None, *, other_machines: bool = False, network: Path | None = None
+) -> Calibrations:
     """Returns the measurements of the machines that are planned for.
 
     Args:
         given: value of --calibration.
         other_machines: whether the plan is for other machines, to which this machine's measurements do not
             apply.
+        network: value of --network.
 
     Raises:
-        HeteroInferError: the file cannot be read.
+        HeteroInferError: a file cannot be read.
     """
+    calibrations = _read_machine(given, other_machines=other_machines)
+    if network is None:
+        return calibrations
+    return replace(calibrations, this_network=calibration_file.read_network_file(network))
+
+
+def _read_machine(given: str | None, *, other_machines: bool) -> Calibrations:
+    """Returns the measurements of the machines; the arguments and errors are those of `read_calibrations`."""
     if given == _NO_CALIBRATION:
         return Calibrations(missing="--calibration none")
     if given is not None:

@@ -18,6 +18,7 @@ from heteroinfer_operator.nodes.calibrations import (
     CalibrationError,
     Calibrations,
     MeasuredKind,
+    MeasuredNetwork,
     read_stored_calibrations,
 )
 from heteroinfer_operator.stored_fields import as_text_map
@@ -56,6 +57,12 @@ class StoredCalibrations:
         self.calibrations, problems = read_stored_calibrations(dict(after or ()), self._version)
         for kind in self.calibrations.kinds:
             logger.info("nodes of kind %s: using calibration %s", kind.name, kind.calibration.hash)
+        for network in self.calibrations.networks:
+            logger.info(
+                "network between nodes of kinds %s and %s: using measurement %s",
+                *network.kinds,
+                network.network.hash,
+            )
         for problem in problems:
             logger.warning("calibration %s", problem)
         self._notify()
@@ -70,11 +77,13 @@ def read_sorted_entries(stored: Manifest) -> Entries:
     return tuple(sorted(as_text_map(stored.get("data"), "data").items()))
 
 
-async def write_calibration(server: ApiServer, name: NamespacedName, kind: MeasuredKind) -> None:
-    """Writes the measured rates of one kind of nodes into the ConfigMap.
+async def write_calibration(
+    server: ApiServer, name: NamespacedName, measured: MeasuredKind | MeasuredNetwork
+) -> None:
+    """Writes the measured rates of one kind of nodes, or of one network, into the ConfigMap.
 
-    The entries of other kinds stay: each kind of nodes has its own field manager, so an apply does not change
-    the other entries. The chart has no template for the ConfigMap, because a tool that replaces objects by
+    The other entries stay: each entry has its own field manager, so an apply does not change the other
+    entries. The chart has no template for the ConfigMap, because a tool that replaces objects by
     their templates would empty it.
 
     Raises:
@@ -90,7 +99,9 @@ async def write_calibration(server: ApiServer, name: NamespacedName, kind: Measu
     path = CONFIG_MAP.path(name.namespace, name.name)
     try:
         await server.apply(
-            path, {**config_map, "data": kind.to_entry()}, manager=f"{names.MANAGER}-calibration-{kind.name}"
+            path,
+            {**config_map, "data": measured.to_entry()},
+            manager=f"{names.MANAGER}-calibration-{measured.full_name}",
         )
     except ApiError as error:
         if error.status not in (NOT_FOUND, FORBIDDEN):

@@ -9,6 +9,7 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.calibration import Calibration, cpu_fields, cpu_name
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.network_measurement import NetworkMeasurement
 from heteroinfer_operator.local.process import MAX_ERROR_LENGTH, WORKER_MODULE
 from heteroinfer_operator.nodes.calibrations import CalibrationError
 from heteroinfer_operator.version import own_version
@@ -92,6 +93,23 @@ def read_calibration_file(file: Path) -> Calibration:
         raise CalibrationError(
             f"--calibration: {file}: {error}. Create it again with `heteroinfer calibrate -o {file}`"
         ) from error
+
+
+def read_network_file(file: Path) -> NetworkMeasurement:
+    """Returns the measurement of a network in a file that the user names.
+
+    Raises:
+        CalibrationError: the file cannot be read, or does not contain a measurement of a network.
+    """
+    fix = f"Create it with `heteroinfer-worker network --connect HOST -o {file}`"
+    try:
+        return NetworkMeasurement.from_json(file.read_text())
+    except OSError as error:
+        raise CalibrationError(f"{file}: cannot be read ({error.strerror}). {fix}") from error
+    except UnicodeDecodeError as error:
+        raise CalibrationError(f"{file}: must be text. {fix}") from error
+    except ContractError as error:
+        raise CalibrationError(f"{file}: {error}. {fix}") from error
 
 
 def read_own_calibration(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibration | None, str]:

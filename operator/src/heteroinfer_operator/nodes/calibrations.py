@@ -1,5 +1,6 @@
 """Measured rates of machines, the nodes that they apply to, and their description. Pure."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,12 +10,20 @@ from typing import Any, Final
 
 from heteroinfer_contract.calibration import MAX_TEXT, Calibration
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.network_measurement import NetworkMeasurement
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.quantity import gigabytes_per_s
 
 SUFFIX: Final = ".json"
 """Suffix of an entry's key in the ConfigMap, after the name of the kind of nodes."""
 _KIND_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _MAX_KINDS: Final = 64
+"""Maximum number of kinds of nodes, and of networks between them."""
+_OF_NETWORKS: Final = ".network"
+"""End of the name of a network's entry. Before it are the names of two kinds, which contain no dot."""
+_BETWEEN_KINDS: Final = "."
+_ROW_BYTES: Final = 2 * 8192
+"""Bytes of a row and its answer, by which networks are compared: hidden size 4096 in bf16."""
 _GPU_PRODUCT: Final = "nvidia.com/gpu.product"
 """Label of GPU feature discovery: the GPU's name, with SHARED if several pods may share a GPU."""
 
@@ -51,13 +60,18 @@ class MeasuredKind:
         is_gpu_unknown = not measured_gpu or not labelled_gpu
         return is_gpu_unknown or measured_gpu == labelled_gpu
 
+    @property
+    def full_name(self) -> str:
+        """Name of the entry in the ConfigMap, without its suffix."""
+        return self.name
+
     def to_entry(self) -> dict[str, str]:
         """Builds the entry of the ConfigMap."""
         value = {
             "nodeSelector": dict(self.selector),
             "calibration": json.loads(self.calibration.to_json()),
         }
-        return {f"{self.name}{SUFFIX}": json.dumps(value, sort_keys=True)}
+        return {f"{self.full_name}{SUFFIX}": json.dumps(value, sort_keys=True)}
 
     @classmethod
     def from_entry(cls, key: str, text: str) -> "MeasuredKind":
@@ -101,16 +115,81 @@ def check_selector(value: Any) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredNetwork:
+    """The network between a node of one kind and a node of another, or of the same kind.
+
+    Attributes:
+        kinds: names of the two kinds in the chart's values: first that of the node that asked.
+        selectors: labels by which nodes belong to the first and to the second kind.
+    """
+
+    kinds: tuple[str, str]
+    selectors: tuple[Mapping[str, str], Mapping[str, str]]
+    network: NetworkMeasurement
+
+    @property
+    def full_name(self) -> str:
+        """Name of the entry in the ConfigMap, without its suffix."""
+        return f"{_BETWEEN_KINDS.join(self.kinds)}{_OF_NETWORKS}"
+
+    def joins(self, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+        """Reports whether this is the network between nodes with these labels, in either direction."""
+        first, second = self.selectors
+        return (_has_labels(one, first) and _has_labels(other, second)) or (
+            _has_labels(other, first) and _has_labels(one, second)
+        )
+
+    def to_entry(self) -> dict[str, str]:
+        """Builds the entry of the ConfigMap."""
+        value = {
+            "nodeSelectors": [dict(selector) for selector in self.selectors],
+            "network": json.loads(self.network.to_json()),
+        }
+        return {f"{self.full_name}{SUFFIX}": json.dumps(value, sort_keys=True)}
+
+    @classmethod
+    def from_entry(cls, key: str, text: str) -> "MeasuredNetwork":
+        """Reads an entry of the ConfigMap.
+
+        Raises:
+            CalibrationError: the entry is not in the format that the chart's Jobs write.
+        """
+        try:
+            value = json.loads(text)
+            kinds = key.removesuffix(SUFFIX).removesuffix(_OF_NETWORKS).split(_BETWEEN_KINDS)
+            first, second = map(check_kind, kinds)
+            one, other = map(check_selector, value["nodeSelectors"])
+            network = NetworkMeasurement.from_json(json.dumps(value["network"]))
+        # These errors have useful messages. They come first, because ContractError is also a ValueError.
+        except (CalibrationError, ContractError) as error:
+            raise CalibrationError(f"{key}: {error}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CalibrationError(
+                f"{key}: must have a key of two kinds, two nodeSelectors and network: {error!r}"
+            ) from error
+        return cls(kinds=(first, second), selectors=(one, other), network=network)
+
+
+def _has_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Reports whether a node with these labels matches a selector."""
+    return all(labels.get(name) == value for name, value in selector.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrations:
     """All known calibrations.
 
     Attributes:
+        networks: measured networks between kinds of nodes.
         this_machine: calibration of the only machine (`heteroinfer up`), or None. With it, `kinds` is unused.
+        this_network: network between all machines, or None. With it, `networks` is unused.
         missing: message about why calibrations are missing; "" if users do not need that message.
     """
 
     kinds: tuple[MeasuredKind, ...] = ()
+    networks: tuple[MeasuredNetwork, ...] = ()
     this_machine: Calibration | None = None
+    this_network: NetworkMeasurement | None = None
     missing: str = ""
 
     def of_nodes(self, labels: Iterable[Mapping[str, str]]) -> tuple[Calibration, ...]:
@@ -130,6 +209,51 @@ class Calibrations:
                 return ()
             by_kind |= of_node
         return tuple(by_kind.values())
+
+    def network_between(
+        self, asking: Mapping[str, Mapping[str, str]], answering: Mapping[str, Mapping[str, str]]
+    ) -> NetworkMeasurement | None:
+        """Returns the slowest measured network between two groups of nodes.
+
+        A step waits for its slowest exchange. Two pods on one node need no network, so this pair is left out.
+
+        Args:
+            asking: labels of each node on which a rank with attention may run, by the node's name.
+            answering: labels of each node on which the feed-forward ranks may run, by the node's name.
+
+        Returns:
+            None if a pair of nodes has no measured network, or if there is no pair.
+        """
+        if self.this_network is not None:
+            return self.this_network
+        if not self.networks:
+            return None
+        slowest_network: NetworkMeasurement | None = None
+        some, others = self._group_by_labels(asking), self._group_by_labels(answering)
+        for (one, names), (other, other_names) in itertools.product(some.items(), others.items()):
+            if names == other_names and len(names) == 1:  # both pods are on the same node
+                continue
+            known = [each.network for each in self.networks if each.joins(dict(one), dict(other))]
+            if not known:
+                return None
+            if slowest_network is not None:
+                known.append(slowest_network)
+            slowest_network = max(known, key=lambda network: network.exchange_s(_ROW_BYTES))
+        return slowest_network
+
+    def _group_by_labels(
+        self, nodes: Mapping[str, Mapping[str, str]]
+    ) -> dict[tuple[tuple[str, str], ...], set[str]]:
+        """Returns the names of nodes by the labels that the selectors of networks name.
+
+        Clusters have many nodes, but few kinds of nodes.
+        """
+        used_labels = sorted({name for each in self.networks for part in each.selectors for name in part})
+        grouped: dict[tuple[tuple[str, str], ...], set[str]] = {}
+        for node, labels in nodes.items():
+            key = tuple((name, labels[name]) for name in used_labels if name in labels)
+            grouped.setdefault(key, set()).add(node)
+        return grouped
 
 
 def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration | None:
@@ -159,6 +283,7 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
             ignored.
     """
     kinds: list[MeasuredKind] = []
+    networks: list[MeasuredNetwork] = []
     problems: list[str] = []
     for key, text in sorted(data.items()):
         writer = _read_version(text)
@@ -169,28 +294,36 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
                 f"version {version} measures them. Upgrade the release to {version}, or read the Job's log"
             )
             continue
+        is_network = key.removesuffix(SUFFIX).endswith(_OF_NETWORKS)
+        subject = "this network" if is_network else "these nodes"
+        entry: MeasuredKind | MeasuredNetwork
         try:
-            kind = MeasuredKind.from_entry(key, text)
+            entry = (MeasuredNetwork if is_network else MeasuredKind).from_entry(key, text)
         except CalibrationError as error:
             problems.append(
-                f"{error.message}. Plans use default rates for these nodes. Remove this entry from the "
+                f"{error.message}. Plans use default rates for {subject}. Remove this entry from the "
                 "ConfigMap, and measure again"
             )
             continue
-        if len(kinds) == _MAX_KINDS:
+        if len(networks if is_network else kinds) == _MAX_KINDS:
             problems.append(
-                f"{key}: ignored, because the ConfigMap has more than {_MAX_KINDS} kinds of nodes. Plans use "
-                "default rates for these nodes. Remove the entries of kinds that the cluster no longer has"
+                f"{key}: ignored, because the ConfigMap has more than {_MAX_KINDS} "
+                f"{'networks' if is_network else 'kinds of nodes'}. Plans use default rates for {subject}. "
+                "Remove the entries of kinds that the cluster no longer has"
             )
+        elif isinstance(entry, MeasuredNetwork):
+            networks.append(entry)
         else:
-            kinds.append(kind)
-    return Calibrations(kinds=tuple(kinds)), tuple(problems)
+            kinds.append(entry)
+    return Calibrations(kinds=tuple(kinds), networks=tuple(networks)), tuple(problems)
 
 
 def _read_version(text: str) -> str:
     """Returns the version of HeteroInfer that wrote an entry, in any format; "" if it cannot be read."""
     try:
-        version = json.loads(text)["calibration"]["versions"]["heteroinfer"]
+        entry = json.loads(text)
+        version = entry["network"]["version"] if "network" in entry else None
+        version = version or entry["calibration"]["versions"]["heteroinfer"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
     return version[:MAX_TEXT] if isinstance(version, str) else ""
@@ -209,4 +342,13 @@ def describe_calibration(calibration: Calibration) -> str:
     return (
         f"calibration {calibration.hash} of {day:%Y-%m-%d} ({hardware.cpu}, {hardware.cores} cores{gpu}; "
         f"HeteroInfer {versions.heteroinfer}, vLLM {versions.vllm})"
+    )
+
+
+def describe_network(network: NetworkMeasurement) -> str:
+    """Describes the measurement of a network for logs and messages."""
+    day = datetime.fromtimestamp(network.time, UTC)
+    return (
+        f"measurement {network.hash} of {day:%Y-%m-%d} (round trip {network.round_trip_s * 1e6:,.0f} us, "
+        f"{gigabytes_per_s(network.bytes_per_s, 3)}; HeteroInfer {network.version})"
     )

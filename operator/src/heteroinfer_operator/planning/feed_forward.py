@@ -31,13 +31,7 @@ from heteroinfer_operator.planning.moved_layers import choose_layers, group_by_c
 from heteroinfer_operator.planning.packing import packed_ratio
 from heteroinfer_operator.planning.prediction import StepLoad, count_reads
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates
-from heteroinfer_operator.planning.remote_ranks import (
-    NETWORK_BYTES_PER_S,
-    NETWORK_S,
-    RankSet,
-    fit_shares,
-    rank_sets,
-)
+from heteroinfer_operator.planning.remote_ranks import RankSet, fit_shares, rank_sets
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.vllm_support.architectures import NO_FEED_FORWARD
 from heteroinfer_operator.vllm_support.combined_checks import run_all_checks
@@ -873,9 +867,10 @@ def exchange_seconds(
     ask_and_answer_bytes = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
     seconds: list[float] = []
     for rank_set, rank_indices in remote.numbered_sets:
-        exchange_s = rates[rank_indices[0]].exchange_s + ask_and_answer_bytes / EXCHANGE_BYTES_PER_S
-        if rank_set.pods:  # the ranks are in other pods than the GPU
-            exchange_s += NETWORK_S + ask_and_answer_bytes / NETWORK_BYTES_PER_S
+        rank_rates = rates[rank_indices[0]]  # equal for all ranks of the set
+        exchange_s = rank_rates.exchange_s + ask_and_answer_bytes / EXCHANGE_BYTES_PER_S
+        if rank_rates.network is not None:  # the ranks are in other pods than the GPU
+            exchange_s += rank_rates.network.exchange_s(ask_and_answer_bytes)
         seconds += [len(remote.layers) * exchange_s] * rank_set.count
     return tuple(seconds)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from heteroinfer_contract.calibration import Calibration
+from heteroinfer_contract.network_measurement import NetworkMeasurement
 from heteroinfer_contract.plan import Device, Plan, PodAssignment, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, ResourceKey, RoleSpec, ShortageAction
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
@@ -398,7 +399,8 @@ def _build_inventory(
     features_by_role: dict[str, frozenset[str]] = {}
     memory_by_role: dict[str, int] = {}
     product_by_role: dict[str, str] = {}
-    for role, nodes in _nodes_of_roles(capacity, demands, placement):
+    nodes_of_roles = list(_nodes_of_roles(capacity, demands, placement))
+    for role, nodes in nodes_of_roles:
         calibrations = capacity.calibrations.of_nodes(node.labels for node in nodes)
         by_gpu = role.device is Device.GPU and role.name not in on_cpus
         calibration = slowest(calibrations, by_gpu=by_gpu)
@@ -419,8 +421,29 @@ def _build_inventory(
         gpu_product=product_by_role,
         cpu_features=features_by_role,
         calibration=calibration_by_role,
+        network=_networks_by_role(capacity.calibrations, nodes_of_roles),
         on_cpus=on_cpus,
     )
+
+
+def _networks_by_role(
+    calibrations: Calibrations, nodes_of_roles: Sequence[tuple[RoleSpec, Sequence[NodeView]]]
+) -> dict[str, NetworkMeasurement]:
+    """Returns the measured network between the asking role and each role of feed-forward ranks.
+
+    Only plans of mode FeedForward use the result.
+    """
+    may_ask = [each for each in nodes_of_roles if each[0].device is Device.GPU or each[0].feed_forward]
+    if not may_ask:
+        return {}
+    asking_role = may_ask[0][0]
+    labels = {role.name: {node.name: node.labels for node in nodes} for role, nodes in nodes_of_roles}
+    found = {
+        role: calibrations.network_between(labels[asking_role.name], labels_of_nodes)
+        for role, labels_of_nodes in labels.items()
+        if role != asking_role.name
+    }
+    return {role: network for role, network in found.items() if network is not None}
 
 
 def _nodes_of_roles(
@@ -471,12 +494,14 @@ def _common_gpu(nodes: Sequence[NodeView], resource: str) -> tuple[int | None, s
 
 
 def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventory:
-    """Returns the inventory if nodes are unknown: this machine's calibration, if any, for all roles."""
-    this_machine = calibrations.this_machine
-    if this_machine is None:
-        return Inventory()
+    """Returns the inventory if nodes are unknown: this machine's measurements, if any, for all roles."""
+    this_machine, this_network = calibrations.this_machine, calibrations.this_network
     roles = [role.name for role in spec.roles]
+    networks = {} if this_network is None else dict.fromkeys(roles, this_network)
+    if this_machine is None:
+        return Inventory(network=networks)
     return Inventory(
+        network=networks,
         cpu_features=dict.fromkeys(roles, measured_features(this_machine)),
         calibration=dict.fromkeys(roles, this_machine),
     )

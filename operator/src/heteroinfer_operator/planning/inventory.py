@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from heteroinfer_contract.calibration import Calibration
+from heteroinfer_contract.network_measurement import NetworkMeasurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class Inventory:
         gpu_product: product label of the GPUs, by role.
         cpu_features: features that the CPUs of all nodes of a role have, by role; empty without node labels.
         calibration: calibration of the machines of a role, by role.
+        network: measured network between the asking role and a role of feed-forward ranks, by the latter.
         host_memory_bytes: memory of one pod, by role; used if the role's resources have no memory.
     """
 
@@ -25,4 +27,5 @@ class Inventory:
     gpu_product: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     cpu_features: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
     calibration: Mapping[str, Calibration] = field(default_factory=lambda: MappingProxyType({}))
+    network: Mapping[str, NetworkMeasurement] = field(default_factory=lambda: MappingProxyType({}))
     host_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))

@@ -3,8 +3,9 @@
 A plan keeps the prediction with which it was made. A later calibration changes neither the plan nor a pod.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import BY_RATE, Device, Plan, RankAssignment
@@ -80,15 +81,19 @@ class PredictedPlan:
         step: predicted decode step of one request.
         sources: descriptions of the rates, by role.
         long_prompts: description of the GPU's part of the experts in long prompts, or "".
+        networks: descriptions of the network to feed-forward ranks in pods of their own, by their role.
     """
 
     plan: Plan
     step: Prediction
     sources: Mapping[str, str]
     long_prompts: str = ""
+    networks: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
-        return "; ".join(f"role {role}: {source}" for role, source in sorted(self.sources.items()))
+        roles = [f"role {role}: {source}" for role, source in sorted(self.sources.items())]
+        networks = [f"network to role {role}: {source}" for role, source in sorted(self.networks.items())]
+        return "; ".join((*roles, *networks))
 
 
 def predict_again(
@@ -111,7 +116,18 @@ def predict_again(
         step=predict(predicted, rates),
         sources=sources,
         long_prompts=describe_long_prompts(plan, sizes, rates, remote),
+        networks=describe_networks(plan, rates),
     )
+
+
+def describe_networks(plan: Plan, rates: Sequence[Rates]) -> dict[str, str]:
+    """Describes the networks to pods that have only feed-forward ranks, by the role of the pods.
+
+    Args:
+        rates: rates by rank.
+    """
+    ranks_and_networks = ((rank, each.network) for rank, each in zip(plan.ranks, rates, strict=True))
+    return {rank.role: network.source for rank, network in ranks_and_networks if network is not None}
 
 
 def find_sizes(

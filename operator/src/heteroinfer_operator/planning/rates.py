@@ -13,10 +13,11 @@ from typing import Final
 from heteroinfer_contract.calibration import MORE_ROWS, Calibration, KernelPart, KernelRate
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.network_measurement import NetworkMeasurement
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_contract.pod_launch import engine_cpus
 from heteroinfer_operator.api import RoleSpec
-from heteroinfer_operator.nodes.calibrations import describe_calibration
+from heteroinfer_operator.nodes.calibrations import describe_calibration, describe_network
 from heteroinfer_operator.nodes.cpu_features import (
     AMX,
     AVX2,
@@ -185,6 +186,11 @@ EXCHANGE_S: Final = 20e-6
 EXCHANGE_BYTES_PER_S: Final = 14e9
 """Rate at which rows go to a feed-forward rank and back: 12 to 16 GB/s after the first row
 (docs/user/benchmarks.md)."""
+NETWORK_S: Final = 100e-6
+"""Time of one row to another pod and back, besides computing: 30 to 150 us over TCP (data sheets of
+networks; a group measures it when it starts)."""
+NETWORK_BYTES_PER_S: Final = 3e9
+"""Rate of rows to another pod: a network of 25 Gbit/s."""
 
 LINK_BYTES_PER_S: Final = 55e9
 """Rate of copies from pinned host memory to a GPU with 16 lanes of PCIe 5 (H200, 2026-11-27)."""
@@ -197,6 +203,47 @@ _OLDER_LINKS: Final[Mapping[str, float]] = MappingProxyType(
 """Rates of copies to GPUs with PCIe 4 and 3, by products of GPU_NOMINAL: each generation doubled the rate.
 
 GPUs of unknown products count as GPUs with PCIe 4, as most workstations have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkRates:
+    """The speed of the network between a rank with attention and a feed-forward rank of another pod.
+
+    Attributes:
+        round_trip_s: seconds of a small message and its answer.
+        bytes_per_s: rate of rows and answers.
+        source: description of the rates for users: a measurement, or defaults.
+    """
+
+    round_trip_s: float
+    bytes_per_s: float
+    source: str
+
+    @classmethod
+    def of(cls, measured: NetworkMeasurement | None) -> "NetworkRates":
+        """Returns the measured rates; the default rates without a measurement."""
+        if measured is None:
+            return DEFAULT_NETWORK
+        return cls(
+            round_trip_s=measured.round_trip_s,
+            bytes_per_s=measured.bytes_per_s,
+            source=describe_network(measured),
+        )
+
+    def exchange_s(self, num_bytes: float) -> float:
+        """Returns the seconds in which a question and its answer pass the network.
+
+        Args:
+            num_bytes: bytes of both together.
+        """
+        return self.round_trip_s + num_bytes / self.bytes_per_s
+
+
+DEFAULT_NETWORK: Final = NetworkRates(
+    round_trip_s=NETWORK_S,
+    bytes_per_s=NETWORK_BYTES_PER_S,
+    source=f"not measured, default rates ({NETWORK_S * 1e6:.0f} us, {gigabytes_per_s(NETWORK_BYTES_PER_S)})",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +260,7 @@ class Rates:
         error: range of a time that is predicted with these rates.
         exchange_s: seconds of a layer's exchange between a GPU and this feed-forward rank, besides computing.
         link: bytes that a GPU copies from pinned host memory.
+        network: rates of the network to this feed-forward rank; None if it is in the GPU's pod.
         plain_kernel: measured rates of the kernel for `plain` with more rows, or None.
         quantized_kernel: measured rates of the kernel for `quantized` with more rows, or None.
         experts_kernel: measured rates of the kernel for `experts`, by rows of each expert, or None.
@@ -227,6 +275,7 @@ class Rates:
     error: ErrorRange
     exchange_s: float = EXCHANGE_S
     link: float = LINK_BYTES_PER_S
+    network: NetworkRates | None = None
     plain_kernel: KernelRate | None = None
     quantized_kernel: KernelRate | None = None
     experts_kernel: KernelRate | None = None

@@ -15,14 +15,9 @@ from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.api import Resources, RoleSpec
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import pod_memory
-from heteroinfer_operator.planning.rates import Rates, cpu_rates
+from heteroinfer_operator.planning.rates import NetworkRates, Rates, cpu_rates
 from heteroinfer_operator.quantity import parse_bytes
 
-NETWORK_S: Final = 100e-6
-"""Time of one row to another pod and back, besides computing: 30 to 150 us over TCP (data sheets of
-networks; a group measures it when it starts)."""
-NETWORK_BYTES_PER_S: Final = 3e9
-"""Rate of rows to another pod: a network of 25 Gbit/s."""
 _PART_STEPS: Final = 1000
 """Share of the rank with the largest part, if the units of a layer are unknown."""
 
@@ -70,7 +65,11 @@ class RankSet:
         )
         calibration = inventory.calibration.get(self.role.name)
         measured_s = None if calibration is None else calibration.hop_s(HopPath.EXCHANGE)
-        return rank_rates if measured_s is None else replace(rank_rates, exchange_s=measured_s)
+        if measured_s is not None:
+            rank_rates = replace(rank_rates, exchange_s=measured_s)
+        if not self.pods:  # the ranks are in the pod of the rank with attention
+            return rank_rates
+        return replace(rank_rates, network=NetworkRates.of(inventory.network.get(self.role.name)))
 
 
 def rank_sets(asking: RoleSpec, roles: Sequence[RoleSpec], inventory: Inventory) -> tuple[RankSet, ...]:

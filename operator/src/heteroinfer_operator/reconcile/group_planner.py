@@ -174,8 +174,10 @@ class GroupPlanner:
         nodes = {node.name: node for node in self.observation.nodes or ()}
         measured: dict[str, Calibration] = {}
         products: dict[str, str] = {}
+        labels_by_role: dict[str, dict[str, Mapping[str, str]]] = {}
         for role in self.request.spec.roles:
-            labels_of_nodes = _labels_of_role_nodes(role.name, group, nodes)
+            labels_by_role[role.name] = _labels_of_role_nodes(role.name, group, nodes)
+            labels_of_nodes = labels_by_role[role.name].values()
             has_gpus = any(rank.role == role.name and rank.device is Device.GPU for rank in plan.ranks)
             calibration = slowest(self.observation.calibrations.of_nodes(labels_of_nodes), by_gpu=has_gpus)
             if calibration is not None:
@@ -183,7 +185,16 @@ class GroupPlanner:
             products[role.name] = next(
                 (labels.get(f"{role.gpu_resource}.product", "") for labels in labels_of_nodes), ""
             )
-        inventory = Inventory(calibration=measured, gpu_product=products)
+        asking_labels = labels_by_role.get(plan.ranks[0].role, {})
+        networks = {
+            role: self.observation.calibrations.network_between(asking_labels, labels)
+            for role, labels in labels_by_role.items()
+        }
+        inventory = Inventory(
+            calibration=measured,
+            gpu_product=products,
+            network={role: network for role, network in networks.items() if network is not None},
+        )
         return predict_again(plan, self.request.spec, self.request.profile, inventory)
 
     def problem(self) -> PlanError | None:
@@ -282,16 +293,16 @@ class GroupPlanner:
 
 def _labels_of_role_nodes(
     role: str, group: GroupStatus, nodes: Mapping[str, NodeView]
-) -> list[Mapping[str, str]]:
-    """Returns the labels of each node with ranks of a role; empty if one of the nodes is unknown.
+) -> dict[str, Mapping[str, str]]:
+    """Returns the labels of each node with ranks of a role, by name; empty if one of the nodes is unknown.
 
     Args:
         nodes: known nodes by name.
     """
     node_names = [entry.node for entry in group.members if entry.role == role]
-    labels = [nodes[name].labels for name in node_names if name is not None and name in nodes]
-    are_all_known = len(labels) == len(node_names)
-    return labels if are_all_known else []
+    labels = {name: nodes[name].labels for name in node_names if name is not None and name in nodes}
+    are_all_known = len(labels) == len(set(node_names))
+    return labels if are_all_known else {}
 
 
 @lru_cache(maxsize=_MAX_ANSWERS)

@@ -1,15 +1,13 @@
 """The process that `heteroinfer-worker calibrate` becomes: `python -m vllm_heteroinfer.calibration`."""
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
-from heteroinfer_contract.names import exit_code_of_signal
 from heteroinfer_contract.parent_death import adopt_orphans
 from vllm_heteroinfer.calibration.command import LIMIT_S, calibrate
+from vllm_heteroinfer.calibration.sigterm import exit_at_sigterm
 
 MIN_LIMIT_S, MAX_LIMIT_S = 5.0, 3600.0
 
@@ -33,25 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="file for the calibration or the failure, in addition to --output",
     )
     arguments = parser.parse_args(argv)
-    _handle_sigterm()
+    exit_at_sigterm()
     adopt_orphans()
     return calibrate(arguments.output, arguments.termination_message_path, limit_s=arguments.limit)
-
-
-def _handle_sigterm() -> None:
-    """Makes this process end at SIGTERM, with its children and its temporary files.
-
-    Without a handler, a process with PID 1 ignores SIGTERM. launch/cli.py has blocked SIGTERM, so a signal
-    that arrived earlier takes effect when this function unblocks SIGTERM.
-    """
-    signal.signal(signal.SIGTERM, _exit)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    """Ends this process with the exit code of a signal; ignores further signals during the cleanup."""
-    signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
-    raise SystemExit(exit_code_of_signal(number))
 
 
 def _parse_limit(text: str) -> float:

@@ -4,8 +4,9 @@
 - `fetch` downloads a model from a hub into a cache. Only this command imports huggingface_hub.
 - `inspect` reads a model's sizes.
 - `calibrate` measures this machine.
+- `network` measures the network between this machine and another.
 
-The last three write their result as the pod's termination message.
+All except `run` write their result as the pod's termination message.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from heteroinfer_contract import codec, names
@@ -45,28 +47,32 @@ _HOW_TO_START = (
     "Start the pods of a group with the operator or `heteroinfer up`, which set plan and addresses"
 )
 MAX_OPEN_FILES = 65536
-CALIBRATION_MODULE = "vllm_heteroinfer.calibration"
+MEASURING_MODULES: Mapping[str, str] = MappingProxyType(
+    {"calibrate": "vllm_heteroinfer.calibration", "network": "vllm_heteroinfer.calibration.network"}
+)
+"""Modules of the commands that measure."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command (see `heteroinfer-worker --help`). Returns the exit code."""
     parser = _build_parser()
-    # `calibrate` parses its own options, in the process that measures.
+    # The commands that measure parse their own options, in the process that measures.
     arguments, other_options = parser.parse_known_args(argv)
     ensure_own_account()  # the cluster may have chosen a user id that the image has no account for
-    if other_options and arguments.command != "calibrate":
+    if other_options and arguments.command not in MEASURING_MODULES:
         parser.error(f"unrecognized arguments: {' '.join(other_options)}")
     if arguments.command == "inspect":
         return inspect_model(arguments.model, arguments.termination_message_path, revision=arguments.revision)
     if arguments.command == "fetch":
         return _fetch(arguments)
-    if arguments.command == "calibrate":
-        _exec_calibrate(arguments.termination_message_path, other_options)  # never returns
+    if arguments.command in MEASURING_MODULES:
+        module = MEASURING_MODULES[arguments.command]
+        _exec_measuring(module, arguments.termination_message_path, other_options)  # never returns
     return supervise(os.environ, Commands())
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of all commands, without the options that only `calibrate` has."""
+    """Builds the parser of all commands, without the options of the commands that measure."""
     parser = argparse.ArgumentParser(prog="heteroinfer-worker", description="Entry point of a worker pod.")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("run", help="supervise the ranks of the pod that the environment describes (default)")
@@ -98,7 +104,12 @@ def _build_parser() -> argparse.ArgumentParser:
         add_help=False,
         help="measure the speed of this machine's memory, kernels and links; prints JSON within a minute",
     )
-    for command in (inspect, fetch, calibrate):
+    network = commands.add_parser(
+        "network",
+        add_help=False,
+        help="measure the network between this machine (--connect) and another (--listen); prints JSON",
+    )
+    for command in (inspect, fetch, calibrate, network):
         command.add_argument(
             "--termination-message-path",
             type=Path,
@@ -150,10 +161,10 @@ def _fetch(arguments: argparse.Namespace) -> int:
     return fetch_model(options)
 
 
-def _exec_calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
-    """Replaces this process with the program that measures. It imports torch, which a supervisor must not."""
+def _exec_measuring(module: str, message_path: Path | None, options: Sequence[str]) -> NoReturn:
+    """Replaces this process with the program that measures. It may import torch, unlike a supervisor."""
     message = [] if message_path is None else ["--termination-message-path", str(message_path)]
-    command = [sys.executable, "-m", CALIBRATION_MODULE, *options, *message]
+    command = [sys.executable, "-m", module, *options, *message]
     # The kernel drops a SIGTERM for PID 1 while there is no handler. So block the signal until the new
     # program has set its handler and unblocks it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
