@@ -85,7 +85,7 @@ def _introduction(draft: Draft, layout: GroupLayout, hardware: GivenHardware) ->
     ]
     if hardware.cpus and not layout.hardware.cpus:
         lines.append(
-            "The CPUs are not used: the GPUs hold the whole model, and a step with CPU ranks would take longer."
+            "The CPUs are not used: the GPUs hold the whole model, and CPU ranks would slow each step."
         )
     return lines
 
