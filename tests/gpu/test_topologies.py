@@ -219,7 +219,7 @@ def test_a_killed_rank_is_reported(served: Served, references: References, repor
         for i, a in enumerate(references[served.topology.dtype].result())
     }
     with ThreadPoolExecutor(len(asked)) as pool:
-        requests = death.ask(group, asked, pool)
+        requests = death.start_clients(group, asked, pool)
         held = observe([child.process.pid for child in group.children], group.log_dir)
         killed_at = time.time()
         os.kill(group.rank_pid(rank), signal.SIGKILL)

@@ -381,7 +381,7 @@ async def test_each_group_has_its_own_zone(
     async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
         await process.working()
         await apply(server, namespace, "zoned", roles=roles, replicas=2)
-        found = await until("both groups are placed", places, STEP_S, lambda: process.details)
+        found = await until("both groups are placed", places, STEP_S, lambda: process.output)
     assert sorted(map(sorted, found.values())) == [["a"], ["b"]]
 
 
@@ -425,7 +425,7 @@ async def test_placeholder_pods_of_lower_priority_make_room(
         await apply(server, namespace, "urgent", roles=roles)
 
         def details() -> str:
-            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.details
+            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.output
 
         await until("the group in their place", lambda: placed("urgent-0"), timeout_s=60, details=details)
     listed = await server.get(POD.path(namespace))
