@@ -137,7 +137,9 @@ async def test_the_operator_reads_the_network_that_a_job_stores(
         async def is_read() -> bool:
             output = process.output
             known = f"network between nodes of kinds fast and fast: using measurement {measured.hash}"
-            return known in output and "calibration fast.x.network.json: must have a key of two kinds" in output
+            return (
+                known in output and "calibration fast.x.network.json: must have a key of two kinds" in output
+            )
 
         await until("log lines about both networks", is_read, details=lambda: process.output)
         assert await process.stop() == 0
