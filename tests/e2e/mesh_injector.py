@@ -25,6 +25,7 @@ def mesh_injector(
         "image": image,
         "command": ["sh", "-c", "trap '' TERM; while true; do sleep 1; done"],  # it outlives SIGTERM
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "resources": {"limits": {"cpu": "100m", "memory": "64Mi", "ephemeral-storage": "16Mi"}},
     }
 
     def inject(pod: dict[str, Any]) -> list[dict[str, Any]]:

@@ -37,6 +37,22 @@ MODEL = "acme/small"
 FETCH_S = 120.0
 START_S = 420.0
 TEMPLATE = "{% for m in messages %}Hello {{ m['content'] }}{% endfor %}"
+TOOL_PARSER = """
+import json
+
+from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation, FunctionCall, ToolCall
+from vllm.tool_parsers import ToolParser, ToolParserManager
+
+
+@ToolParserManager.register_module("company")
+class CompanyParser(ToolParser):
+    def extract_tool_calls(self, model_output, request):
+        arguments = json.dumps({"length": len(model_output)})
+        function = FunctionCall(name=request.tools[0].function.name, arguments=arguments)
+        calls = [ToolCall(type="function", function=function)]
+        return ExtractedToolCallInformation(tools_called=True, tool_calls=calls, content=None)
+"""
+"""Takes each answer for a call of the first tool, with the answer's length in characters."""
 WHO = (
     "import getpass, os, pwd; own = pwd.getpwuid(os.getuid()); "
     "print(os.getuid(), os.getgid(), own.pw_dir, getpass.getuser(), os.path.expanduser('~'))"
@@ -123,7 +139,8 @@ def given(
 @pytest.fixture(scope="module")
 def installed(node_cluster: NodeCluster, given: Counter[tuple[str, str]]) -> Iterator[NodeCluster]:
     """Installs the chart as on OpenShift."""
-    install(node_cluster, "assignedUserIds=true", "allowedServiceAccounts={models}")
+    plugins = "allowedArguments={--tool-parser-plugin}"
+    install(node_cluster, "assignedUserIds=true", "allowedServiceAccounts={models}", plugins)
     assert given[SYSTEM, ""] == 1, "the operator"
     node_cluster.kubectl("create", "serviceaccount", "-n", NAMESPACE, "models")
     yield node_cluster
@@ -191,7 +208,12 @@ def manifests(folders: Folders, endpoint: str, authority: str, image: str) -> st
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": "company"},
-        "data": {"ca.crt": authority, "chat.jinja": TEMPLATE, "note": "of a ConfigMap"},
+        "data": {
+            "ca.crt": authority,
+            "chat.jinja": TEMPLATE,
+            "parser.py": TOOL_PARSER,
+            "note": "of a ConfigMap",
+        },
     }
     secret = {
         "apiVersion": "v1",
@@ -233,7 +255,10 @@ def manifests(folders: Folders, endpoint: str, authority: str, image: str) -> st
         "dnsConfig": {"searches": ["company.test"]},
     }
     bundle = {"configMapKeyRef": {"name": "company", "key": "ca.crt"}}
-    file = {"name": "chat.jinja", "configMapKeyRef": {"name": "company", "key": "chat.jinja"}}
+    files = [
+        {"name": name, "configMapKeyRef": {"name": "company", "key": name}}
+        for name in ("chat.jinja", "parser.py")
+    ]
     resource = {
         "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
         "kind": names.KIND,
@@ -243,8 +268,12 @@ def manifests(folders: Folders, endpoint: str, authority: str, image: str) -> st
             "engine": {
                 "maxModelLen": 1024,
                 "env": [{"name": "HF_ENDPOINT", "value": endpoint}],
-                "files": [file],
-                "args": ["--chat-template", f"{names.FILES_MOUNT}/chat.jinja"],
+                "files": files,
+                "args": [
+                    *("--chat-template", f"{names.FILES_MOUNT}/chat.jinja"),
+                    *("--tool-parser-plugin", f"{names.FILES_MOUNT}/parser.py"),
+                    *("--enable-auto-tool-choice", "--tool-call-parser", "company"),
+                ],
             },
             "roles": [{"name": "cpu", "device": "CPU", "resources": role, "template": template}],
         },
@@ -253,13 +282,29 @@ def manifests(folders: Folders, endpoint: str, authority: str, image: str) -> st
     return yaml.safe_dump_all([volume, notes, claim, company, secret, *devices, resource])
 
 
-def tokenize(resource: Resource, **body: Any) -> list[int]:
-    url = resource.url().replace("/v1/completions", "/tokenize")
+def ask(resource: Resource, path: str, **body: Any) -> dict[str, Any]:
+    url = resource.url().replace("/v1/completions", path)
     request = urllib.request.Request(
         url, json.dumps({"model": resource.name, **body}).encode(), {"Content-Type": "application/json"}
     )
     with NO_PROXY.open(request, timeout=60) as answer:
-        return list(json.load(answer)["tokens"])
+        return dict(json.load(answer))
+
+
+def tokenize(resource: Resource, **body: Any) -> list[int]:
+    return list(ask(resource, "/tokenize", **body)["tokens"])
+
+
+def check_tool_parser(resource: Resource) -> None:
+    """Checks that vLLM has loaded the parser's file: a chat request gets the call that the parser finds."""
+    schema = {"type": "object", "properties": {"length": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "measure", "parameters": schema}}
+    message = {"role": "user", "content": "world"}
+    answer = ask(resource, "/v1/chat/completions", messages=[message], tools=[tool], max_tokens=4)
+    (choice,) = answer["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "measure")
+    assert json.loads(call["function"]["arguments"])["length"] > 0
 
 
 @pytest.mark.usefixtures("driver")
@@ -288,6 +333,7 @@ def test_a_group_serves_with_all_fields_that_platforms_need(
     assert resource.complete(reference["prompt_token_ids"], REFERENCE_TOKENS) == reference["token_ids"]
     rendered = tokenize(resource, messages=[{"role": "user", "content": "world"}])
     assert rendered == tokenize(resource, prompt="Hello world", add_special_tokens=False)
+    check_tool_parser(resource)
 
     (pod,) = resource.pods()
     name = pod["metadata"]["name"]

@@ -24,6 +24,7 @@ from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
 from tests.cluster.volumes import volume_manifests
 from tests.e2e.serving import LIMITED, Resource, add_quota
+from tests.e2e.watching import condition_of
 
 RELEASE = "secured"
 OPERATOR = f"{RELEASE}-heteroinfer"
@@ -134,6 +135,8 @@ def test_an_operator_without_rights_on_nodes_serves(pair: Resource) -> None:
     (group,) = pair.status["groups"]
     assert (group.get("failures", []), group["phase"]) == ([], "Ready")
     log = pair.cluster.kubectl("logs", "-n", SYSTEM, "-l", OPERATOR_LABELS, "--tail=-1")
+    for line in log.splitlines():
+        assert {"level", "message"} <= json.loads(line).keys(), line
     assert "holding lease" in log
     assert " 403 " not in log
     roles = pair.cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name").split()
@@ -229,6 +232,36 @@ def test_secrets_are_in_no_report(pair: Resource) -> None:
         if text in output
     ]
     assert found == []
+
+
+def test_a_model_of_links_that_lead_outside_is_not_readable(
+    pair: Resource, model: tuple[Path, dict[str, Any]]
+) -> None:
+    """A snapshot folder of a hub's cache has links to files elsewhere, which a volume of it lacks."""
+    snapshot = model[0] / "snapshot"
+    snapshot.mkdir()
+    snapshot.chmod(0o755)
+    (snapshot / "config.json").symlink_to("../../blobs/0123abcd")
+    document = yaml.safe_load((REPOSITORY / "examples/cpu-pair.yaml").read_text())
+    document["metadata"]["name"] = "of-links"
+    document["spec"]["model"]["uri"] = "pvc://models/snapshot"
+    pair.cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(document))
+    resource = Resource(cluster=pair.cluster, namespace=NAMESPACE, name="of-links")
+
+    def said() -> dict[str, Any]:
+        return condition_of({"status": resource.status}, "ModelReady")
+
+    def is_reported() -> bool:
+        return said().get("reason") == "ModelNotReadable"
+
+    processes.wait_until("the model that is not readable", is_reported, timeout_s=60)
+    condition = said()
+    assert condition["status"] == "False"
+    assert "config.json: is a link to ../../blobs/0123abcd, which does not exist here" in condition["message"]
+    assert "cp -rL" in condition["message"]
+    assert resource.pods() == []
+    gone = ("--cascade=foreground", "--timeout=60s")
+    pair.cluster.kubectl("delete", "hinf", "-n", NAMESPACE, "of-links", *gone, timeout_s=70)
 
 
 def test_the_second_operator_takes_over(pair: Resource) -> None:

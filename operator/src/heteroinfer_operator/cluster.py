@@ -98,7 +98,7 @@ class PodView:
         key_secret: name of the Secret with the group's key; "" for a pod without a key.
         images: worker images of the pod's epoch; "" if the pod does not record images.
         still_running: other containers, such as sidecars of a mesh, that still run after the end of the
-            worker container. The pod ends only when these end.
+            worker container or after the deletion of the pod. The pod ends only when these end.
         lost_owner: whether the pod lost its ownerReference to the HeteroInference.
         unknown: why the pod's state is unknown, or "". Such a pod may run or be gone, so it does not serve.
         defaulted: requests and limits that a LimitRange set for the worker container, or "".

@@ -10,12 +10,12 @@ from typing import Any
 from tests.cluster import cluster_cgroup, processes
 from tests.cluster.control_plane import api_server_down
 from tests.cluster.node import build_ctr_command
+from tests.e2e import firewall
 from tests.e2e.faults import resources
 from tests.e2e.faults.scene import Scene, is_exiting
 from tests.e2e.serving import OPERATOR_LABELS, SYSTEM
 
 API_SERVER_AWAY_S = 3.0
-TABLE = "heteroinfer_fault"
 
 
 def kill_rank(rank: int) -> Callable[[Scene], AbstractContextManager[float]]:
@@ -110,19 +110,10 @@ def evict_pod(index: int) -> Callable[[Scene], AbstractContextManager[float]]:
 def cut_pods_apart(scene: Scene) -> Iterator[float]:
     """Drops all packets between the two pods. Kubelets and clients still reach both pods."""
     leader, follower = (pod["status"]["podIP"] for pod in scene.pair.pods())
-    rules = "\n".join(
-        f"ip saddr {source} ip daddr {target} drop"
-        for source, target in ((leader, follower), (follower, leader))
-    )
-    # Before every other chain, so that established connections are cut, too.
-    chain = f"type filter hook forward priority -100; policy accept;\n{rules}"
-    nft = [*scene.cluster.namespaces.prefix, "nft", "-f", "-"]
+    both_ways = (f"ip saddr {leader} ip daddr {follower}", f"ip saddr {follower} ip daddr {leader}")
     at = time.time()
-    processes.run(nft, stdin=f"table inet {TABLE} {{\nchain forward {{\n{chain}\n}}\n}}\n")
-    try:
+    with firewall.drops(scene.cluster, *both_ways):
         yield at
-    finally:
-        processes.run(nft, stdin=f"delete table inet {TABLE}\n")
 
 
 @contextlib.contextmanager

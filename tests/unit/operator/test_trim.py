@@ -148,6 +148,9 @@ def test_other_containers_that_run_after_the_worker_are_listed() -> None:
     proxy = {"name": "istio-proxy", "state": {"running": {}}}
     serving = stored_pod(containerStatuses=[proxy, {"name": "worker", "state": {"running": {}}}])
     assert trim.pod_view(serving).still_running == ()
+    # A kubelet changes no state of a container until all containers of a deleted pod have ended.
+    deleted = {**serving, "metadata": {**serving["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+    assert trim.pod_view(deleted).still_running == ("istio-proxy",)
     held = stored_pod(containerStatuses=[proxy, terminated("worker", 0)])
     assert trim.pod_view(held).still_running == ("istio-proxy",)
     over = stored_pod(containerStatuses=[terminated("istio-proxy", 0), terminated("worker", 0)])

@@ -175,6 +175,15 @@ def test_reports_an_injected_container_that_keeps_a_pod_from_ending(world: World
     assert words in group["message"]
 
 
+def test_reports_an_injected_container_of_a_pod_that_is_deleted(world: World) -> None:
+    world.change_spec(replicas=0)
+    name = world.workers()[1]
+    world.pods[name] = replace(world.pods[name], still_running=("istio-proxy",))
+    world.settle()
+    [group] = world.status["groups"]
+    assert f"pod {name}: is being deleted, but container istio-proxy still runs" in group["message"]
+
+
 def test_reports_an_injected_container_in_a_failed_group(world: World) -> None:
     world.change_spec(restart={"maxRestarts": 0})
     held(world, world.workers()[1])

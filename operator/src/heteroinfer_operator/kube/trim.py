@@ -449,7 +449,10 @@ def pod_view(stored: Manifest) -> PodView:
         termination=_find_termination(containers, _restarting_sidecars(stored)),
         key_secret=find_key_secret(stored),
         images=annotations.get(names.ANNOTATION_IMAGES, ""),
-        still_running=_find_still_running(as_objects(status.get("containerStatuses"), "containerStatuses")),
+        still_running=_find_still_running(
+            as_objects(status.get("containerStatuses"), "containerStatuses"),
+            deleting="deletionTimestamp" in _metadata(stored),
+        ),
         defaulted=find_limit_range_values(stored),
         cleanup=find_cleanup_rule(stored),
     )
@@ -549,8 +552,11 @@ def _find_termination(
     )
 
 
-def _find_still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
-    """Returns the containers that keep the pod from ending after the worker container has ended.
+def _find_still_running(containers: Sequence[Manifest], *, deleting: bool) -> tuple[str, ...]:
+    """Returns containers besides the worker's that can keep an ending pod from its end.
+
+    A pod ends after its worker container, or when it is deleted. While the kubelet ends a deleted pod, the
+    pod's status does not show which containers have ended (Kubernetes' kubelet.go::SyncTerminatingPod).
 
     Args:
         containers: statuses of all containers except init containers. The kubelet itself ends the sidecars
@@ -561,9 +567,10 @@ def _find_still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
         for container in containers
     }
     has_worker_ended = "terminated" in state_by_name.get(names.CONTAINER_WORKER, {})
-    if not has_worker_ended:
+    if not has_worker_ended and not deleting:
         return ()
-    return tuple(sorted(name for name, state in state_by_name.items() if "running" in state))
+    others = {name: state for name, state in state_by_name.items() if name != names.CONTAINER_WORKER}
+    return tuple(sorted(name for name, state in others.items() if "running" in state))
 
 
 def node_view(stored: Manifest) -> NodeView:

@@ -18,13 +18,19 @@ from heteroinfer_operator.reconcile.epoch_end import NODE_LOST, EpochEnd
 
 
 def describe_still_running(pods: Sequence[PodView]) -> str:
-    """Describes the first pod whose worker has ended while a container of a webhook still runs, or ""."""
+    """Describes the first pod that a container of a webhook keeps from ending, or "".
+
+    A kubelet reports the end of a worker in a deleted pod only when all containers of the pod have ended, so
+    the container is also described while the pod is being deleted.
+    """
     pod = next((pod for pod in pods if pod.still_running), None)
     if pod is None:
         return ""
     containers = ", ".join(pod.still_running)[:512]
+    state = "is being deleted" if pod.termination is None else "its worker has ended"
+    effect = "may keep" if pod.termination is None else "keeps"
     return (
-        f"pod {pod.name}: its worker has ended, but container {containers} still runs and keeps the pod from "
+        f"pod {pod.name}: {state}, but container {containers} still runs and {effect} the pod from "
         "ending (a webhook added the container, for example of a service mesh). Exclude pods with the label "
         f"{names.LABEL_RESOURCE} from that webhook"
     )
