@@ -87,13 +87,19 @@ def test_metrics_and_log_show_the_transport_of_the_bridge(served: Served) -> Non
 def test_metrics_show_the_transport_of_nccl_on_gpus_only(
     served: Served, request: pytest.FixtureRequest
 ) -> None:
-    """Metrics of GPUs that share a stage show the transport of NCCL. Other ranks have no such metric."""
+    """Metrics and the group's report show the transport of NCCL for GPUs that share a stage.
+
+    Other ranks have no such transport.
+    """
     as_cpu = request.config.getoption("--devices-as-cpu")
+    reported = {rank.rank: rank.transports for rank in served.group.status().ranks}
     for rank in served.group.plan.ranks:
         seen = scrape(served.group, rank.rank)
         found = [labels["path"] for labels, _ in seen.samples(names.TRANSPORT_INFO, between="ranks")]
         ways = [path for path in found if path.startswith("nccl_")]
         assert bool(ways) == (rank.device is Device.GPU and not as_cpu), seen.text
+        of_nccl = [each for each in reported[rank.rank] if each.startswith("ranks:nccl_")]
+        assert of_nccl == [f"ranks:{path}" for path in sorted(ways)], "in the report to the operator"
         assert seen.total(names.LOCKED_MEMORY_LIMIT_BYTES) > 0, seen.text
 
 

@@ -1,7 +1,7 @@
 """Runs Prometheus with the configuration of a real Prometheus Operator, on a control plane without nodes.
 
-The Prometheus Operator makes the configuration from PodMonitors and PrometheusRules. It also makes a
-StatefulSet, which has no node to run on, so Prometheus is started here.
+The Prometheus Operator makes the configuration from PodMonitors, ServiceMonitors and PrometheusRules. It also
+makes a StatefulSet, which has no node to run on, so Prometheus is started here.
 """
 
 import gzip
@@ -37,7 +37,7 @@ def install_definitions(cluster: Cluster) -> None:
     """Installs the CustomResourceDefinitions of the Prometheus Operator from its pinned release."""
     folder = tools.source_folder("prometheus-operator", _MODULE) / "example" / "prometheus-operator-crd"
     cluster.kubectl("apply", "--server-side", "-f", str(folder))
-    kinds = ("podmonitors", "prometheusrules", "prometheuses")
+    kinds = ("podmonitors", "servicemonitors", "prometheusrules", "prometheuses")
     wait_established(cluster, *(f"{kind}.monitoring.coreos.com" for kind in kinds))
 
 
@@ -91,7 +91,8 @@ def start_prometheus(cluster: Cluster, jobs: set[str]) -> Prometheus:
 
     Args:
         cluster: cluster with the installed definitions.
-        jobs: PodMonitors, as namespace/name, that the configuration must have.
+        jobs: PodMonitors and ServiceMonitors that the configuration must have, such as
+            `podMonitor/NAMESPACE/NAME`.
 
     Raises:
         ClusterError: a program did not start, or the configuration did not appear.
@@ -160,6 +161,8 @@ def _build_prometheus(server: str, files: Mapping[str, Path]) -> dict[str, Any]:
             "evaluationInterval": "1s",
             "podMonitorSelector": every,
             "podMonitorNamespaceSelector": every,
+            "serviceMonitorSelector": every,
+            "serviceMonitorNamespaceSelector": every,
             "ruleSelector": every,
             "ruleNamespaceSelector": every,
             "apiserverConfig": {"host": server, "tlsConfig": {key: str(file) for key, file in files.items()}},
@@ -184,10 +187,7 @@ def _wait_for_configuration(cluster: Cluster, jobs: set[str]) -> Path:
                 raise
             return False
         text = gzip.decompress(b64decode(secret["data"]["prometheus.yaml.gz"])).decode()
-        found = {
-            job["job_name"].removeprefix("podMonitor/").rpartition("/")[0]
-            for job in yaml.safe_load(text)["scrape_configs"]
-        }
+        found = {job["job_name"].rpartition("/")[0] for job in yaml.safe_load(text)["scrape_configs"]}
         for name, content in rules.get("data", {}).items():
             (folder / "rules" / name).write_text(content)
         for name, value in {_MOUNTED: str(folder / "rules"), **_OF_POD}.items():

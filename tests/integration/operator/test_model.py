@@ -23,13 +23,14 @@ from heteroinfer_contract.model_fetch import (
 )
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.report_access import CREDENTIALS_HEADER, SCHEME
-from heteroinfer_operator.kube.paths import CLAIM, EVENT, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.paths import CLAIM, EVENT, HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.integration.operator.api_proxy import api_proxy
 from tests.integration.operator.life import Install, bind, condition, serve_epoch, status_of, stored
 from tests.integration.operator.running_operator import (
     PROFILE,
     SPEC,
+    add_node,
     create_resource,
     end_pod,
     operator,
@@ -248,6 +249,66 @@ async def test_reports_a_missing_config_map_of_a_pod(
         await until("the name of the ConfigMap", named, timeout_s=10, details=lambda: process.output)
         await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
         assert await process.stop() == 0
+
+
+async def test_a_model_in_an_image_waits_for_a_node_that_can_mount_it(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path
+) -> None:
+    """Both nodes have a containerd without image volumes; then one node is upgraded."""
+    uri = f"oci://registry.test/llama@sha256:{'a' * 64}"
+    pool = {"pool": namespace}
+    role = {"device": "CPU", "template": {"nodeSelector": pool}}
+    spec = {**SPEC, "model": {"uri": uri}, "roles": [{"name": name, **role} for name in ("front", "back")]}
+    nodes = [f"{namespace}-{name}" for name in ("kept", "upgraded")]
+    for name in nodes:
+        await add_node(server, name)
+        await server.merge(NODE.path(None, name), {"metadata": {"labels": pool}})
+        await set_runtime(server, name, "containerd://1.7.20")
+
+    async def inspects() -> list[dict[str, Any]]:
+        pods = await stored(server, POD, namespace)
+        return [pod for pod in pods if "-inspect-" in pod["metadata"]["name"]]
+
+    try:
+        async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="2") as process:
+            await process.working()
+            await apply(server, namespace, spec)
+
+            async def refused() -> str:
+                conditions = (await status_of(server, namespace)).get("conditions", ())
+                [found] = [each for each in conditions if each["type"] == "ModelReady"] or [{}]
+                state = (found.get("status"), found.get("reason"))
+                return str(found["message"]) if state == ("False", "ImageVolumesNotSupported") else ""
+
+            words = await until("the refusal", refused, details=lambda: process.output)
+            assert words.startswith(f"{uri}: no node can mount this image: nodes {nodes[0]}, {nodes[1]} have")
+            assert "containerd 1.7, which cannot mount image volumes (containerd 2.1 can)" in words
+            assert "use hf:// or pvc:// in model.uri" in words
+            assert await stored(server, POD, namespace) == []
+
+            await set_runtime(server, nodes[1], "containerd://2.1.4")
+            (pod,) = await until("the inspect pod", inspects, timeout_s=90, details=lambda: process.output)
+            images = [volume["image"] for volume in pod["spec"]["volumes"] if "image" in volume]
+            assert [image["reference"] for image in images] == [uri.removeprefix("oci://")]
+            required = "requiredDuringSchedulingIgnoredDuringExecution"
+            terms = pod["spec"]["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"]
+            excluded = {"key": "metadata.name", "operator": "NotIn", "values": [nodes[0]]}
+            assert [term["matchFields"] for term in terms] == [[excluded]]
+            await until("no refusal", lambda: is_accepted(server, namespace), details=lambda: process.output)
+            assert await process.stop() == 0
+    finally:
+        for name in nodes:
+            await server.delete(NODE.path(None, name), {})
+
+
+async def set_runtime(server: ApiServer, name: str, runtime: str) -> None:
+    """Reports the container runtime of a node, in place of its kubelet."""
+    info = {"containerRuntimeVersion": runtime, "kubeletVersion": "v1.35.4"}
+    await server.merge(NODE.path(None, name, "status"), {"status": {"nodeInfo": info}})
+
+
+async def is_accepted(server: ApiServer, namespace: str) -> bool:
+    return (await condition(server, namespace, "ModelReady"))[1] != "ImageVolumesNotSupported"
 
 
 async def test_a_model_of_a_hub_becomes_ready(

@@ -62,6 +62,20 @@ def install_crd(plane: Cluster, project: str) -> str:
     return str(definition["metadata"]["name"])
 
 
+def build_unknown_gang_crd() -> dict[str, Any]:
+    """Returns the CRD of a future version of Volcano's API, which the operator does not know."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v9", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    group, plural = "scheduling.volcano.sh", "podgroups"
+    kinds = {"plural": plural, "singular": "podgroup", "kind": "PodGroup", "listKind": "PodGroupList"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {"group": group, "scope": "Namespaced", "names": kinds, "versions": [version]},
+    }
+
+
 async def add_node(server: ApiServer, name: str, *, gpus: int = 0, **fields: Any) -> None:
     """Adds a ready node whose pods no kubelet runs."""
     taints = fields.pop("taints", [])
@@ -79,10 +93,12 @@ async def set_gpus(server: ApiServer, name: str, gpus: int) -> None:
     await server.merge(NODE.path(None, name, "status"), {"status": status})
 
 
-async def apply(server: ApiServer, namespace: str, name: str, **spec: Any) -> None:
-    """Creates a HeteroInference, and ends its inspect pod."""
+async def apply(
+    server: ApiServer, namespace: str, name: str, *, profile: str = json.dumps(PROFILE), **spec: Any
+) -> None:
+    """Creates a HeteroInference, and ends its inspect pod with a profile of the model."""
     await create(server, namespace, name, **spec)
-    await until("the inspect pod", lambda: inspected(server, namespace, name), timeout_s=30)
+    await until("the inspect pod", lambda: inspected(server, namespace, name, profile), timeout_s=30)
 
 
 async def create(server: ApiServer, namespace: str, name: str, **spec: Any) -> None:
@@ -100,10 +116,10 @@ async def create(server: ApiServer, namespace: str, name: str, **spec: Any) -> N
     await server.create(HETERO_INFERENCE.path(namespace), body)
 
 
-async def inspected(server: ApiServer, namespace: str, name: str) -> bool:
+async def inspected(server: ApiServer, namespace: str, name: str, profile: str = json.dumps(PROFILE)) -> bool:
     """Ends the inspect pod as soon as it exists, in place of the kubelet."""
     for pod in await pods_of(server, namespace, name, names.COMPONENT_INSPECT):
-        await end_pod(server, namespace, pod["metadata"]["name"], exit_code=0, message=json.dumps(PROFILE))
+        await end_pod(server, namespace, pod["metadata"]["name"], exit_code=0, message=profile)
         return True
     return False
 
@@ -135,9 +151,14 @@ async def delete(server: ApiServer, namespace: str, name: str) -> None:
 
 async def capacity(server: ApiServer, namespace: str, name: str) -> tuple[str, str, str]:
     """Returns status, reason and message of CapacityAvailable, or nothing without this condition."""
+    return await condition(server, namespace, name, "CapacityAvailable")
+
+
+async def condition(server: ApiServer, namespace: str, name: str, kind: str) -> tuple[str, str, str]:
+    """Returns status, reason and message of a condition, or nothing without this condition."""
     stored = await server.get(HETERO_INFERENCE.path(namespace, name))
     for condition in stored.get("status", {}).get("conditions", ()):
-        if condition["type"] == "CapacityAvailable":
+        if condition["type"] == kind:
             return condition["status"], condition["reason"], condition["message"]
     return "", "", ""
 

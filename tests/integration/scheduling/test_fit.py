@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract import names
+from heteroinfer_operator.kube.gangs import find_unsupported_versions
 from heteroinfer_operator.kube.paths import DISRUPTION_BUDGET, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.pending_pods import NOT_LOOKED_S
 from heteroinfer_operator.kube.server import ApiError, ApiServer
+from tests.cluster.crds import apply_crds
 from tests.cluster.running_cluster import Cluster
-from tests.integration.operator.running_operator import operator, run_pod, until
+from tests.integration.operator.running_operator import SPEC, operator, run_pod, served_gangs, until
 from tests.integration.scheduling.conftest import (
     add_node,
     apply,
+    build_unknown_gang_crd,
     capacity,
+    condition,
     create,
     delete,
     events,
@@ -25,6 +29,7 @@ from tests.integration.scheduling.conftest import (
     pods_of,
     set_gpus,
 )
+from tests.shapes.profiles import recorded_profiles
 
 GANG_SCHEDULING = False
 TOO_MANY_REQUESTS = 429
@@ -434,3 +439,76 @@ async def test_a_missing_resource_claim_is_a_possible_cause(
 
         await until("the resource claim in the condition", named, timeout_s=60, details=details)
         assert await process.stop() == 0
+
+
+async def test_gang_always_with_only_an_unknown_version_lists_the_known_ones(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """The cluster serves one gang API, in a version that the operator does not know."""
+    await add_node(server, "ganged", labels={"pool": "ganged"})
+    definition = build_unknown_gang_crd()
+    apply_crds(plane, definition)
+    served = "scheduling.volcano.sh/v9"
+
+    async def is_only_unknown() -> bool:
+        return await find_unsupported_versions(server) == (served,) and not await served_gangs(server)
+
+    try:
+        await until("its discovery", is_only_unknown, timeout_s=30)
+        async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+            await process.working()
+            template = {"template": {"nodeSelector": {"pool": "ganged"}}}
+            roles = [{"name": name, "device": "CPU", **template} for name in ("first", "second")]
+            await apply(server, namespace, "always", roles=roles, scheduling={"gang": "Always"})
+
+            async def refused() -> str:
+                status, reason, message = await condition(server, namespace, "always", "Planned")
+                return message if (status, reason) == ("False", "NoGangScheduler") else ""
+
+            words = await until("the refusal", refused, timeout_s=30, details=lambda: process.output)
+            assert f"the cluster serves {served}, which this operator does not know" in words
+            assert "v1alpha1 of Kubernetes 1.35, v1alpha2 of 1.36, v1beta1 of 1.37" in words
+            assert "set scheduling.gang: Auto" in words
+            assert await pods_of(server, namespace, "always") == []
+
+            change = {"spec": {"scheduling": {"gang": "Auto"}}}
+            await server.merge(HETERO_INFERENCE.path(namespace, "always"), change)
+            placed = partial(nodes_of, server, namespace, "always")
+            assert await until("placed", placed, timeout_s=30, details=lambda: process.output) == {"ganged"}
+    finally:
+        plane.kubectl("delete", "crd", definition["metadata"]["name"], "--wait=false")
+
+
+async def test_a_gpu_holds_the_first_stage_of_a_model_with_an_encoder(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """The CPU role is listed first. With text only, the CPU stage is first."""
+    pool = {"template": {"nodeSelector": {"pool": "encoder"}}}
+    await add_node(server, "seeing", gpus=2, labels={"pool": "encoder"})
+    memory = {"requests": {"cpu": "2", "memory": "24Gi"}, "limits": {"memory": "24Gi"}}
+    roles = [
+        {"name": "cpu", "device": "CPU", "resources": memory, **pool},
+        {"name": "gpu", "device": "GPU", "deviceMemory": "80Gi", **pool},
+    ]
+    profile = recorded_profiles()["Qwen2.5-VL-7B-Instruct"].to_json()
+    images = {**SPEC["engine"], "dtype": "bfloat16"}
+    engines = {"images": images, "text": {**images, "args": ["--language-model-only"]}}
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        order: dict[str, list[str]] = {}
+        for name, engine in engines.items():
+            await apply(server, namespace, name, profile=profile, roles=roles, engine=engine)
+
+            def details() -> str:
+                return plane.kubectl("get", "hinf", "-n", namespace, "-o", "yaml") + process.output
+
+            await until("placed", partial(is_bound, server, namespace, name), timeout_s=30, details=details)
+            labels = [pod["metadata"]["labels"] for pod in await pods_of(server, namespace, name)]
+            labels.sort(key=lambda each: int(each[names.LABEL_POD_INDEX]))
+            order[name] = [each[names.LABEL_ROLE] for each in labels]
+        assert order == {"images": ["gpu", "cpu"], "text": ["cpu", "gpu"]}
+
+
+async def is_bound(server: ApiServer, namespace: str, name: str) -> bool:
+    """Reports whether the two pods of a group have nodes."""
+    return [pod["spec"].get("nodeName") for pod in await pods_of(server, namespace, name)] == ["seeing"] * 2

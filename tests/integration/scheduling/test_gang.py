@@ -23,6 +23,7 @@ from tests.integration.operator.running_operator import SPEC, operator, served_g
 from tests.integration.scheduling.conftest import (
     add_node,
     apply,
+    build_unknown_gang_crd,
     capacity,
     delete,
     install_crd,
@@ -141,16 +142,8 @@ async def test_an_unknown_api_version_is_reported_and_not_used(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     """The cluster has a future version of Volcano's API."""
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    version = {"name": "v9", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-    group, plural = "scheduling.volcano.sh", "podgroups"
-    names_ = {"plural": plural, "singular": "podgroup", "kind": "PodGroup", "listKind": "PodGroupList"}
-    definition = {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}"},
-        "spec": {"group": group, "scope": "Namespaced", "names": names_, "versions": [version]},
-    }
+    definition = build_unknown_gang_crd()
+    group = definition["spec"]["group"]
     apply_crds(plane, definition)
 
     async def is_named() -> bool:
@@ -169,4 +162,4 @@ async def test_an_unknown_api_version_is_reported_and_not_used(
                 "an earlier test may have installed the CRD"
             )
     finally:
-        plane.kubectl("delete", "crd", f"{plural}.{group}", "--wait=false")
+        plane.kubectl("delete", "crd", definition["metadata"]["name"], "--wait=false")

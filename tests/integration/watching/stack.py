@@ -50,7 +50,7 @@ VALUES = (
     "prometheusRule.enabled=true",
     "dashboards.enabled=true",
 )
-NODE = {
+NODE: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "Node",
     "metadata": {"name": "spacious", "labels": dict(IMAGE_PLATFORM)},
@@ -129,16 +129,17 @@ def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
     for namespace in (SYSTEM, NAMESPACE):
         plane.kubectl("wait", "-n", namespace, "--for=create", "serviceaccount/default", "--timeout=20s")
     _stop_scheduler(plane)
-    prometheus = start_prometheus(plane, {f"{SYSTEM}/heteroinfer", f"{SYSTEM}/heteroinfer-ranks"})
+    jobs = {f"podMonitor/{SYSTEM}/{name}" for name in ("heteroinfer", "heteroinfer-ranks")}
+    prometheus = start_prometheus(plane, jobs)
     port = free_port()
     operator = OperatorProcess(
         plane.kubeconfig, folder / "operator.log", http_port=str(port), resync_seconds="2"
     )
     try:
-        _show_operator(plane, port)
+        show_operator(plane, port)
         plane.kubectl("create", "-f", "-", stdin=yaml.safe_dump(NODE))
         _say_ready(plane)
-        plane.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(_resource()))
+        plane.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(build_resource()))
         _tell_model(plane, model)
         first = _fail_once(plane)
         _say_ready(plane)  # The group is planned again, and the node controller accepts silence of 50 s.
@@ -170,7 +171,7 @@ def patch(plane: Cluster, what: str, status: dict[str, Any], namespace: str = SY
     plane.kubectl("patch", "-n", namespace, what, "--subresource=status", "--type=merge", "-p", body)
 
 
-def _resource() -> dict[str, Any]:
+def build_resource() -> dict[str, Any]:
     version = f"{names.API_GROUP}/{names.API_VERSION}"
     return {"apiVersion": version, "kind": names.KIND, "metadata": {"name": NAME}, "spec": SPEC}
 
@@ -210,20 +211,24 @@ def _running(address: str, *, ready: bool = True) -> dict[str, Any]:
     }
 
 
-def _show_operator(plane: Cluster, port: int) -> None:
-    """Creates the pod of the operator's process from the Deployment's own template."""
+def show_operator(plane: Cluster, port: int, *, address: str = "127.0.0.1", node: str = "") -> None:
+    """Creates the pod of the operator's process from the Deployment's own template.
+
+    Services select only pods that have a node and an address that is not loopback.
+    """
     text = plane.kubectl("get", "deployment", "heteroinfer", "-n", SYSTEM, "-o", "json")
     template = json.loads(text)["spec"]["template"]
     (container,) = template["spec"]["containers"]
     (listening,) = container["ports"]
     listening["containerPort"] = port
     template["metadata"]["name"] = "heteroinfer-operator"
+    template["spec"] |= {"nodeName": node} if node else {}
     pod = {"apiVersion": "v1", "kind": "Pod", **template}
     plane.kubectl("apply", "-n", SYSTEM, "-f", "-", stdin=yaml.safe_dump(pod))
     patch(
         plane,
         "pod/heteroinfer-operator",
-        {"phase": "Running", "podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}]},
+        {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}]},
     )
 
 

@@ -18,6 +18,17 @@ from tests.watching.monitoring import install_definitions
 RULES = CHART / "rules" / "heteroinfer.yaml"
 ALL = ("podMonitor.enabled=true", "prometheusRule.enabled=true", "dashboards.enabled=true")
 OURS = ("PodMonitor", "PrometheusRule", "ConfigMap")
+SERVICE_MONITOR = (
+    "serviceMonitor.enabled=true",
+    "serviceMonitor.scrapeTimeout=10s",
+    "serviceMonitor.labels.team=ml",
+    "serviceMonitor.relabelings[0].targetLabel=team",
+    "serviceMonitor.relabelings[0].replacement=ml",
+    "serviceMonitor.metricRelabelings[0].regex=node",
+    "serviceMonitor.metricRelabelings[0].action=labeldrop",
+    "podMonitor.relabelings[0].targetLabel=team",
+    "podMonitor.relabelings[0].replacement=ml",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +48,43 @@ def test_the_chart_adds_no_monitoring_objects_by_default(plane: Cluster) -> None
     assert {o["kind"] for o in render(plane)}.isdisjoint(OURS)
 
 
-def test_the_api_server_accepts_the_objects_by_their_real_definitions(plane: Cluster) -> None:
-    objects = [o for o in render(plane, *ALL) if o["kind"] in OURS]
-    assert sorted({o["kind"] for o in objects}) == sorted(OURS)
+def dry_run(plane: Cluster, *objects: dict[str, Any]) -> str:
+    """Applies objects as a dry run in which unknown fields are errors; returns the answer."""
     for stored in objects:
         stored["metadata"]["namespace"] = "default"
-    answer = plane.kubectl(
+    return plane.kubectl(
         "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-",
         stdin=yaml.safe_dump_all(objects),
     )  # fmt: skip
-    assert answer.count("serverside-applied (server dry run)") == len(objects)
+
+
+def test_the_api_server_accepts_the_objects_by_their_real_definitions(plane: Cluster) -> None:
+    objects = [o for o in render(plane, *ALL) if o["kind"] in OURS]
+    assert sorted({o["kind"] for o in objects}) == sorted(OURS)
+    assert dry_run(plane, *objects).count("serverside-applied (server dry run)") == len(objects)
     monitor = of_kind(objects, "PodMonitor")[0]
-    broken = {**monitor, "spec": {**monitor["spec"], "podMetricsEndpoint": []}}
     with pytest.raises(ClusterError, match="podMetricsEndpoint"):
-        plane.kubectl(
-            "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-",
-            stdin=yaml.safe_dump(broken),
-        )  # fmt: skip
+        dry_run(plane, {**monitor, "spec": {**monitor["spec"], "podMetricsEndpoint": []}})
+
+
+def test_the_service_monitor_replaces_the_pod_monitor_of_the_operator(plane: Cluster) -> None:
+    """The real definition accepts all fields of the ServiceMonitor, and its Service selects the operator."""
+    objects = render(plane, *ALL, *SERVICE_MONITOR)
+    (monitor,) = of_kind(objects, "ServiceMonitor")
+    (ranks,) = of_kind(objects, "PodMonitor")
+    assert ranks["metadata"]["name"].endswith("-ranks")
+    assert dry_run(plane, monitor, ranks).count("serverside-applied (server dry run)") == 2
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    (service,) = (o for o in of_kind(objects, "Service") if wanted <= o["metadata"]["labels"].items())
+    (deployment,) = of_kind(objects, "Deployment")
+    template = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert [port["name"] for port in service["spec"]["ports"]] == [endpoint["port"]]
+    assert (endpoint["honorLabels"], monitor["metadata"]["labels"]["team"]) == (True, "ml")
+    broken = {**monitor["spec"], "endpoints": [{**endpoint, "relabeling": []}]}
+    with pytest.raises(ClusterError, match="relabeling"):
+        dry_run(plane, {**monitor, "spec": broken})
 
 
 def test_pod_monitors_scrape_the_operator_every_rank_and_vllm(plane: Cluster) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec, Resources, parse_spec
 from heteroinfer_operator.cluster import CreateObject, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
@@ -13,7 +14,8 @@ from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
 from heteroinfer_operator.manifests.pod_resources import PodResources, add_defaults
-from heteroinfer_operator.manifests.worker_pods import WorkerImages
+from heteroinfer_operator.manifests.worker_pods import WorkerImages, build_volumes
+from heteroinfer_operator.nodes.role_demand import role_resources
 
 OWNER = Owner(key=ResourceKey(namespace="team", name="llama"), uid="0000-uid")
 IMAGES = WorkerImages(cpu="cpu:1", gpu="gpu:1")
@@ -48,6 +50,43 @@ def test_the_specs_resources_for_the_model_pod_override_the_installations() -> N
     assert model_pod(spec_of(**hub)) == ({"limits": {"cpu": "2", "ephemeral-storage": "1Gi"}}, "1Gi")
     spec = parse_spec({**spec_of().dump(), "model": {**hub, "resources": {"limits": {"cpu": "3"}}}})
     assert model_pod(spec) == ({"limits": {"ephemeral-storage": "1Gi", "cpu": "3"}}, "1Gi")
+
+
+def shm_sizes(spec: HeteroInferenceSpec, resources: PodResources) -> tuple[str, str]:
+    """Returns the size limits of /dev/shm in the pod that reads the model, and in the worker pod."""
+    source = ClusterAddressing().model(spec, OWNER)
+    model_pod = build_model_pod(spec, OWNER, source, IMAGES, resources)
+    worker = build_volumes(spec, source, role_resources(resources.complete_roles(spec).roles[0], Device.CPU))
+    volumes = {"model": model_pod["spec"]["volumes"], "worker": worker}
+    found = {name: next(v for v in each if v["name"] == "shm")["emptyDir"] for name, each in volumes.items()}
+    assert {each["medium"] for each in found.values()} == {"Memory"}
+    return found["model"]["sizeLimit"], found["worker"]["sizeLimit"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "limits", "size"),
+    [
+        ({}, None, "8Gi"),
+        ({}, {"memory": "3Gi"}, "3Gi"),
+        ({}, {"memory": "0"}, "8Gi"),
+        ({}, {"memory": "64Gi"}, "8Gi"),
+        ({"shmSize": "512Mi"}, {"memory": "3Gi"}, "512Mi"),
+        ({"shmSize": "28Gi"}, {"memory": "3Gi"}, "3Gi"),
+    ],
+    ids=["no limit", "below the default", "a limit of 0", "above the default", "smaller", "larger"],
+)
+def test_shared_memory_is_at_most_the_memory_limit_of_its_pod(
+    engine: dict[str, str], limits: dict[str, str] | None, size: str
+) -> None:
+    """The kubelet mounts the volume with the lower of both limits, so the pod shows this size."""
+    role = {"name": "cpu", "device": "CPU", **({"resources": {"limits": limits}} if limits else {})}
+    spec = parse_spec({"model": {"uri": "pvc://models/small"}, "engine": engine, "roles": [role]})
+    inspect_size = "512Mi"  # memory limit of the pod that reads the model, without a value of the chart
+    assert shm_sizes(spec, PodResources()) == (inspect_size, size)
+
+
+def test_shared_memory_is_at_most_the_memory_limit_of_the_installation() -> None:
+    assert shm_sizes(spec_of(), LIMITED) == ("1Gi", "4Gi")
 
 
 def test_defaults_stay_within_the_users_requests_and_limits() -> None:

@@ -110,4 +110,5 @@ class EngineSpec(Model):
     ranks run with them, unless GPU and CPU ranks split the same layers. Always: all ranks run without them.
     Never: CPU ranks use torch.compile, too; GPU ranks run as with Auto."""
     shm_size: ByteSize = "8Gi"
-    """Size of /dev/shm in each pod. The content of /dev/shm counts as memory of the pod."""
+    """Size of /dev/shm in each pod, at most the memory limit of the role. The content of /dev/shm counts as
+    memory of the pod."""

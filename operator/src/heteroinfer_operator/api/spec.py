@@ -85,7 +85,8 @@ class ParallelismSpec(Model):
     """Number of stages. Default: chosen by the plan."""
     stage_order: StageOrder = StageOrder.AUTO
     """Order of the stages. Auto: CPU stages first and GPU stages last, so that a GPU computes the output
-    head. AsListed: in the order of roles."""
+    head. If the group serves an encoder, for example of images, a GPU stage is first, and the other stages
+    keep this order. Each stage with GPUs and CPUs begins with a GPU. AsListed: in the order of roles."""
     batches_in_flight: Annotated[int, Field(ge=1, le=8)] = 1
     """Number of decode batches in the pipeline at the same time. Every batch reads all weights, so 1 is best
     if reading weights limits the speed."""

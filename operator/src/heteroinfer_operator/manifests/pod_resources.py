@@ -87,9 +87,26 @@ def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
 
     The volume counts as ephemeral storage of the container.
     """
-    storage_limit = (resources.get("limits") or {}).get(EPHEMERAL_STORAGE)
-    is_lower = storage_limit is not None and parse_quantity(storage_limit) < parse_quantity(limit)
-    return str(storage_limit) if is_lower else limit
+    return _lower_limit(limit, resources, EPHEMERAL_STORAGE)
+
+
+def shm_limit(limit: str, resources: Mapping[str, Any]) -> str:
+    """Returns the size limit of /dev/shm: `limit`, or the memory limit of the container if it is lower.
+
+    The volume counts as memory of the container. The kubelet mounts it with the lower of both limits, too
+    (`calculateEmptyDirMemorySize` in Kubernetes 1.35.4), so the pod shows the size that it really gets.
+    """
+    return _lower_limit(limit, resources, "memory")
+
+
+def _lower_limit(limit: str, resources: Mapping[str, Any], name: str) -> str:
+    """Returns the container's limit for a resource if this is below `limit`, else `limit`.
+
+    A limit of 0 means no limit, both for containers and for volumes.
+    """
+    container_limit = (resources.get("limits") or {}).get(name, "0")
+    is_lower = 0 < parse_quantity(container_limit) < parse_quantity(limit)
+    return str(container_limit) if is_lower else limit
 
 
 def _with_defaults(

@@ -27,7 +27,7 @@ from heteroinfer_operator.manifests.mounted_files import (
     engine_files,
     template_volumes,
 )
-from heteroinfer_operator.manifests.pod_resources import scratch_limit
+from heteroinfer_operator.manifests.pod_resources import scratch_limit, shm_limit
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
@@ -322,9 +322,10 @@ def build_volumes(
     spec: HeteroInferenceSpec, source: ModelSource, resources: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Returns the volumes that `build_container` mounts, for a container with these resources."""
+    shm_size = shm_limit(spec.engine.shm_size, resources)
     volumes: list[dict[str, Any]] = [
         {"name": _SCRATCH, "emptyDir": {"sizeLimit": scratch_limit(_SCRATCH_LIMIT, resources)}},
-        {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": spec.engine.shm_size}},
+        {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": shm_size}},
     ]
     if source.volume is not None:
         volumes.append({"name": MODEL_VOLUME, **source.volume})
