@@ -196,6 +196,7 @@ def header(ask_bytes: int, answer_bytes: int) -> bytes:
         (OPENING + header(0, 1) * (MAX_MESSAGES + 1), f"sent more than {MAX_MESSAGES} messages"),
         (OPENING + b"\0", "closed the connection"),
         (b"", "closed the connection"),
+        (OPENING + header(0, 0), "did not measure the network with version"),
     ],
 )
 def test_a_stranger_is_refused_and_the_next_client_measures(sent: bytes, words: str) -> None:

@@ -12,6 +12,9 @@ from heteroinfer_operator.manifests.worker_pods import NO_MESH_ANNOTATIONS, NO_M
 from tests.integration.chart.test_values import Objects, render
 from tests.integration.chart.value_cases import TOLERATION
 
+GPU_TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+"""Without a requested GPU, no admission plugin adds this toleration."""
+
 KINDS = [
     {"name": "h200", "nodeSelector": {"type": "h200"}, "gpu": True, "tolerations": TOLERATION},
     {"name": "m7i", "nodeSelector": {"type": "m7i"}, "resources": {"limits": {"cpu": "8"}}},
@@ -74,7 +77,7 @@ def test_each_pair_has_a_client_and_a_listener_on_its_kinds_of_nodes() -> None:
             measuring = (pod.get("initContainers") or pod["containers"])[0]
             is_gpu = selector["type"] == "h200"
             assert measuring["image"].rpartition("/")[2].startswith("worker:" if is_gpu else "worker-cpu:")
-            assert pod.get("tolerations", []) == (TOLERATION if is_gpu else [])
+            assert pod.get("tolerations", []) == ([*TOLERATION, GPU_TOLERATION] if is_gpu else [])
             assert measuring["resources"]["requests"] == {"cpu": "100m", "memory": "1Gi"}
             assert measuring["resources"].get("limits", {}) == ({} if is_gpu else {"cpu": "8"}), "and no GPU"
             assert pod["imagePullSecrets"] == [{"name": "pull"}]

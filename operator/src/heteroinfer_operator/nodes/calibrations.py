@@ -229,11 +229,11 @@ class Calibrations:
         if not self.networks:
             return None
         slowest_network: NetworkMeasurement | None = None
-        some, others = self._group_by_labels(asking), self._group_by_labels(answering)
-        for (one, names), (other, other_names) in itertools.product(some.items(), others.items()):
+        some, others = self._group_by_selectors(asking), self._group_by_selectors(answering)
+        for (one, names), (other, other_names) in itertools.product(some, others):
             if names == other_names and len(names) == 1:  # both pods are on the same node
                 continue
-            known = [each.network for each in self.networks if each.joins(dict(one), dict(other))]
+            known = [each.network for each in self.networks if each.joins(one, other)]
             if not known:
                 return None
             if slowest_network is not None:
@@ -241,19 +241,22 @@ class Calibrations:
             slowest_network = max(known, key=lambda network: network.exchange_s(_ROW_BYTES))
         return slowest_network
 
-    def _group_by_labels(
+    def _group_by_selectors(
         self, nodes: Mapping[str, Mapping[str, str]]
-    ) -> dict[tuple[tuple[str, str], ...], set[str]]:
-        """Returns the names of nodes by the labels that the selectors of networks name.
+    ) -> list[tuple[Mapping[str, str], set[str]]]:
+        """Returns groups of nodes that match the same selectors of networks.
 
         Clusters have many nodes, but few kinds of nodes.
+
+        Returns:
+            For each group, the labels of one node and the names of all nodes.
         """
-        used_labels = sorted({name for each in self.networks for part in each.selectors for name in part})
-        grouped: dict[tuple[tuple[str, str], ...], set[str]] = {}
+        selectors = [selector for each in self.networks for selector in each.selectors]
+        grouped: dict[tuple[bool, ...], tuple[Mapping[str, str], set[str]]] = {}
         for node, labels in nodes.items():
-            key = tuple((name, labels[name]) for name in used_labels if name in labels)
-            grouped.setdefault(key, set()).add(node)
-        return grouped
+            matches = tuple(_has_labels(labels, selector) for selector in selectors)
+            grouped.setdefault(matches, (labels, set()))[1].add(node)
+        return list(grouped.values())
 
 
 def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration | None:
@@ -286,7 +289,8 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
     networks: list[MeasuredNetwork] = []
     problems: list[str] = []
     for key, text in sorted(data.items()):
-        writer = _read_version(text)
+        is_network = key.removesuffix(SUFFIX).endswith(_OF_NETWORKS)
+        writer = _read_version(text, is_network=is_network)
         if writer not in ("", version):
             problems.append(
                 f"{key}: ignored, because HeteroInfer {writer} measured these rates and the operator has "
@@ -294,7 +298,6 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
                 f"version {version} measures them. Upgrade the release to {version}, or read the Job's log"
             )
             continue
-        is_network = key.removesuffix(SUFFIX).endswith(_OF_NETWORKS)
         subject = "this network" if is_network else "these nodes"
         entry: MeasuredKind | MeasuredNetwork
         try:
@@ -318,12 +321,13 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
     return Calibrations(kinds=tuple(kinds), networks=tuple(networks)), tuple(problems)
 
 
-def _read_version(text: str) -> str:
+def _read_version(text: str, *, is_network: bool) -> str:
     """Returns the version of HeteroInfer that wrote an entry, in any format; "" if it cannot be read."""
     try:
         entry = json.loads(text)
-        version = entry["network"]["version"] if "network" in entry else None
-        version = version or entry["calibration"]["versions"]["heteroinfer"]
+        version = (
+            entry["network"]["version"] if is_network else entry["calibration"]["versions"]["heteroinfer"]
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
     return version[:MAX_TEXT] if isinstance(version, str) else ""

@@ -69,14 +69,14 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--wait",
-        type=_parse_seconds,
+        type=_parse_positive_seconds,
         default=WAIT_S,
         metavar="SECONDS",
         help=f"time for the other machine to begin; default: {WAIT_S:g}",
     )
     parser.add_argument(
         "--limit",
-        type=_parse_seconds,
+        type=_parse_positive_seconds,
         default=LIMIT_S,
         metavar="SECONDS",
         help=f"time for the measurement; default: {LIMIT_S:g}",
@@ -185,6 +185,14 @@ def _parse_port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= MAX_PORT:
         raise argparse.ArgumentTypeError(f"must be a port from 1 to {MAX_PORT} (got {text!r})")
     return int(text)
+
+
+def _parse_positive_seconds(text: str) -> float:
+    """Parses a number of seconds above 0; raises ArgumentTypeError."""
+    seconds = _parse_seconds(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"must be more than 0 seconds (got {text!r})")
+    return seconds
 
 
 def _parse_seconds(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Measures a TCP connection like those to feed-forward ranks of other pods. Stdlib and the contract only.
+"""Measures a TCP connection like those to feed-forward ranks of other pods. Imports no torch.
 
 A client opens a connection with a line, and the listener answers with a line. After that, each message of the
 client has a header with two numbers: the bytes after the header, and the bytes that the listener answers. A
@@ -8,11 +8,12 @@ No key is needed, because the messages have no content. The listener reads at mo
 and only for a limited time.
 """
 
+import queue
 import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,7 @@ from heteroinfer_contract.calibration import MAX_TEXT
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.network_measurement import NetworkMeasurement
 from vllm_heteroinfer.group.deadline import Deadline
+from vllm_heteroinfer.pod.threads import start_thread
 
 PROTOCOL: Final = 1
 """Version of the messages in this module."""
@@ -33,6 +35,8 @@ MAX_MESSAGES: Final = 1000
 OPENING_S: Final = 3.0
 """Time for a client's connection and its first line. A stranger without this line occupies the listener no
 longer."""
+_LOOK_UP_S: Final = 30.0
+"""Time for one look-up of the listener's name."""
 _NAP_S: Final = 0.5
 """Time between two attempts to connect."""
 _SHORTEST_WAIT_S: Final = 0.001
@@ -94,10 +98,16 @@ def answer_clients(
             continue
         with connected:
             try:
-                _answer(connected, version, Deadline.after(limit_s))
+                is_complete = _answer(connected, version, Deadline.after(limit_s))
             except (OSError, ContractError) as error:
                 report(f"client {address[0]}: {error}. Waiting for the next client")
                 continue
+        if not is_complete:
+            report(
+                f"client {address[0]}: did not measure the network with version {version}. Waiting for the "
+                "next client"
+            )
+            continue
         report(f"client {address[0]}: measured the network")
         if not is_measured:  # only once, so that further clients do not prolong the wait
             deadline, is_measured = Deadline.after(linger_s), True
@@ -108,23 +118,29 @@ def answer_clients(
         )
 
 
-def _answer(connected: socket.socket, version: str, deadline: Deadline) -> None:
+def _answer(connected: socket.socket, version: str, deadline: Deadline) -> bool:
     """Answers the messages of a client until its last message.
+
+    Returns:
+        whether this was a measurement: the client has this version, and exchanged large messages.
 
     Raises:
         OSError: the client left, or was too slow.
         ContractError: the client does not measure a network, or sends too much.
     """
     _set_options(connected)
-    _check_protocol("client", _read_opening(connected, Deadline.after(min(OPENING_S, deadline.total_s))))
+    opening = _read_opening(connected, Deadline.after(min(OPENING_S, deadline.total_s)))
+    _check_protocol("client", opening)
     _send_opening(connected, version, deadline)
+    most_asked = most_answered = 0
     for _ in range(MAX_MESSAGES):
         ask_bytes, answer_bytes = _HEADER.unpack(_read(connected, _HEADER.size, deadline))
         if not answer_bytes:
-            return
+            return opening.version == version and min(most_asked, most_answered) >= _FIRST_BYTES
         codec.at_most(LARGE_BYTES, "message", ask_bytes=ask_bytes, answer_bytes=answer_bytes)
         _discard(connected, ask_bytes, deadline)
         _send(connected, bytes(answer_bytes), deadline)
+        most_asked, most_answered = max(most_asked, ask_bytes), max(most_answered, answer_bytes)
     raise ContractError(f"the client sent more than {MAX_MESSAGES} messages")
 
 
@@ -138,7 +154,7 @@ def connect(host: str, port: int, version: str, wait: Deadline) -> socket.socket
     problem = "the time is over"
     while wait.left_s:
         try:
-            connected = socket.create_connection((host, port), timeout=_at_most(OPENING_S, wait))
+            connected = _connect_to_any(_look_up(host, port, wait), wait)
         except UnicodeError as error:
             raise ContractError(
                 f"{host!r}: must be a host name or an address ({error}). Correct --connect"
@@ -162,6 +178,40 @@ def connect(host: str, port: int, version: str, wait: Deadline) -> socket.socket
         f"{host} port {port}: no listener answered within {wait.total_s:g} s ({problem}). Run "
         "`heteroinfer-worker network --listen` on the other machine, and let this machine reach that port"
     )
+
+
+def _look_up(host: str, port: int, wait: Deadline) -> list[tuple[str, int]]:
+    """Returns the addresses of a host. A thread looks them up, because a resolver has no time-out of its own.
+
+    Raises:
+        OSError: the host has no address, or the resolver did not answer in time.
+        UnicodeError: the name is invalid.
+    """
+    results: queue.SimpleQueue[list[tuple[str, int]] | BaseException] = queue.SimpleQueue()
+
+    def resolve() -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        results.put([(str(address[0]), int(address[1])) for *_, address in found])
+
+    start_thread(resolve, name="look up the listener", failed=results.put)
+    try:
+        result = results.get(timeout=_at_most(_LOOK_UP_S, wait))
+    except queue.Empty:
+        raise TimeoutError(f"the name {host} was not resolved in time") from None
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _connect_to_any(addresses: Sequence[tuple[str, int]], wait: Deadline) -> socket.socket:
+    """Returns a connection to the first address that accepts it; raises the OSError of the last address."""
+    error = OSError("the name has no address")
+    for address in addresses:
+        try:
+            return socket.create_connection(address, timeout=_at_most(OPENING_S, wait))
+        except OSError as failure:
+            error = failure
+    raise error
 
 
 def _open(connected: socket.socket, host: str, port: int, version: str, wait: Deadline) -> None:

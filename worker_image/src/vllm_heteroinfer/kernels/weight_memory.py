@@ -50,7 +50,7 @@ class WeightMemory:
         self.fd = os.memfd_create(self.name)
         self.num_bytes = 0
         # For each tensor until it is freed: its first address, the address after its end, and its offset in
-        # the memfd.
+        # the memfd. Loops run over a copy, because a tensor may be freed during the loop.
         self._spans: list[tuple[int, int, int]] = []
         self._close_fd = weakref.finalize(self, os.close, self.fd)
 
@@ -82,7 +82,7 @@ class WeightMemory:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor's first byte is in this memory."""
-        return any(begin <= tensor.data_ptr() < end for begin, end, _ in self._spans)
+        return any(begin <= tensor.data_ptr() < end for begin, end, _ in tuple(self._spans))
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Returns the offset of a tensor's first byte in the memfd.
@@ -91,7 +91,7 @@ class WeightMemory:
             KeyError: the tensor is not in this memory.
         """
         address = tensor.data_ptr()
-        for begin, end, offset in self._spans:
+        for begin, end, offset in tuple(self._spans):
             if begin <= address < end:
                 return offset + address - begin
         raise KeyError(address)
@@ -102,7 +102,7 @@ class WeightMemory:
 
     def move_all_to_huge_pages(self) -> None:
         """Asks the Linux kernel to move all tensors of this memory into huge pages, if possible."""
-        for address, end, _ in self._spans:
+        for address, end, _ in tuple(self._spans):
             _libc.madvise(address, end - address, _MADV_COLLAPSE)
 
 
