@@ -198,7 +198,8 @@ class LocalCluster:
         """Kills the pods that still run, and removes their folders.
 
         Raises:
-            HeteroInferError: processes could not be killed; the message names them.
+            HeteroInferError: processes could not be killed, or a task that watches a pod failed. The message
+                names them.
         """
         running = [pod for pod in self._pods.values() if pod.termination is None]
         for pod in running:
