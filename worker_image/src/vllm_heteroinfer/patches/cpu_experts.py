@@ -106,7 +106,10 @@ def _with_our_fp8_packing(
     logged: set[torch.dtype],
     original: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Returns a replacement that packs FP8 experts for our kernels, and all other experts by `original`."""
+    """Returns a replacement that packs FP8 experts of supported sizes for our kernels.
+
+    It passes all other experts to the original function.
+    """
 
     def prepare_fp8_moe_layer_for_cpu(
         w13: torch.Tensor, w2: torch.Tensor
