@@ -84,7 +84,7 @@ class RecordedMlp:
             raise ContractError(
                 f"layer {index}: feed-forward ranks need one MLP that computes down(act(gate) * up) or "
                 f"down(act(up)) (got {len(recorded)} in {type(layer).__name__}{''.join(problems)}). Lower "
-                "feedForward.layers, or use spec.parallelism.mode: Pipeline"
+                "feedForward.layers, or use parallelism.mode: Pipeline"
             )
         return recorded[0].move_to_meta() if recorded else None
 

@@ -375,6 +375,12 @@ class PodProcesses:
             process.channel.close()
         return all_ended
 
+    def describe_remaining(self) -> str:
+        """Returns the names and process ids of the processes that have not ended."""
+        remaining = [process for process in self._processes if not process.child.is_reaped()]
+        found = [f"{process.name} (process {process.child.pid})" for process in remaining]
+        return ", ".join(found) or "a process that a rank started"
+
     async def _kill_all(self) -> bool:
         """Kills every process that is known now. Returns whether all are gone."""
         return await kill_everything([process.child for process in self._processes])

@@ -524,7 +524,11 @@ class Supervisor:
             log.error("group %s ends: %s: %s", self._launch.group, verdict.reason, verdict.message)
             all_ended = await self._processes.kill()
         if not all_ended:
-            log.error("a killed process hangs in the kernel and was left behind. See the node's kernel log")
+            log.error(
+                "%s: did not end after SIGKILL, probably because the kernel blocks them. The supervisor ends "
+                "without them. See the node's kernel log",
+                self._processes.describe_remaining(),
+            )
         await asyncio.wait((announcement,))
         self._health.close()
         log.info("the supervisor has ended")
