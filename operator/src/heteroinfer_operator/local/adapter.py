@@ -385,7 +385,7 @@ class LocalCluster:
             """Keeps the first failure of a watcher, and announces a change."""
             self._failure = self._failure or LocalClusterError(
                 f"pod {pod.name}: `heteroinfer up` can no longer watch the pod ({error!r}). "
-                "Report this, with the log of the pod"
+                "Report this error with the log of the pod"
             )
             self._on_change()
 

@@ -402,7 +402,7 @@ def _decide_profile_read(
 
 
 def _parse_result(context: ModelContext, result: str) -> tuple[FetchedModel | None, ModelProfile]:
-    """Returns what the model pod fetched (None if it only read the model), and the model's profile.
+    """Parses the result of the model pod: the downloaded model (None without a download), and the profile.
 
     Raises:
         ContractError: the result is not valid. The message contains a fix.
