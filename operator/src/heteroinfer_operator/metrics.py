@@ -70,7 +70,8 @@ class OperatorMetrics:
         )
         self.events_dropped = Counter(
             metric_names.OPERATOR_EVENTS_DROPPED_TOTAL,
-            "Events that were not written: over the limit of a resource, refused or not answered.",
+            "Events that the operator did not write, because the resource had too many events, or because "
+            "the API server refused the request or did not answer.",
             registry=self.registry,
         )
         self._unwritten: set[ResourceKey] = set()

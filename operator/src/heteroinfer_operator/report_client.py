@@ -76,11 +76,16 @@ class ReportClient:
             raise ContractError(f"{QUESTION_HEADER} must be a number of up to 4 digits (got {question!r})")
         return FetchProgress.from_json(text), None if question is None else int(question)
 
-    async def confirm_question(self, host: str, port: int, token: str, *, timeout_s: float) -> None:
-        """Answers yes to a fetch pod's open question (`read_fetch`); raises one of NO_ANSWER.
+    async def allow_removal(self, host: str, port: int, token: str, *, timeout_s: float) -> None:
+        """Allows a fetch pod to remove old commits: answers yes to its open question (`read_fetch`).
+
+        The answer is a GET with the token. A pod without an open question ignores the token.
 
         Args:
-            token: proof that the answer is from the operator, for this question.
+            token: proves that the operator answers, and that it answers this question.
+
+        Raises:
+            NO_ANSWER: the request failed (any class of this tuple).
         """
         await self._get(host, port, names.PATH_FETCH, timeout_s, credentials_headers(token))
 

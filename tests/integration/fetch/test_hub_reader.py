@@ -239,5 +239,5 @@ def test_the_reader_gives_up_a_hub_that_pauses_every_request(hub: HubServer, tmp
     began = time.monotonic()
     with time_limit(0.5):
         error = refused(hub, tmp_path)
-    assert "has not sent the model's description within 0.5 s" in str(error)
+    assert "has not sent config.json and the headers of the weight files within 0.5 s" in str(error)
     assert time.monotonic() - began < REQUEST_TIMEOUT_S

@@ -56,7 +56,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a field of pods that no process can have": (
         {"roles": [{**CPU_ROLE, "template": {"nodeSelector": {"disk": "ssd"}}}]},
-        r"spec\.nodeSelector: `heteroinfer up` does not support this. Remove it from the role's template",
+        r"spec\.nodeSelector: `heteroinfer up` does not support this field\. Remove it from the role",
     ),
     "a model on a cluster's volume": (
         {"model": {"uri": "pvc://models/small"}},

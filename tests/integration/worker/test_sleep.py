@@ -76,8 +76,9 @@ def check_kv_headroom(group: Group) -> None:
     tightest = min(statuses, key=lambda status: status.kv_room_blocks)
     role = group.plan.ranks[tightest.rank].role
     assert (
-        f"KV cache: 512 blocks of 32 tokens on every rank. Rank {tightest.rank} (role {role}, CPU) limits "
-        "this number" in group.children[0].log.read_text()
+        f"KV cache: 512 blocks of 32 tokens on every rank. The plan limits this number. Rank {tightest.rank} "
+        f"(role {role}, CPU) has space for the fewest blocks: {tightest.kv_room_blocks} in "
+        in group.children[0].log.read_text()
     )
 
 

@@ -159,7 +159,7 @@ def engine(args: list[str], *files: str) -> HeteroInferenceSpec:
     )
 
 
-def test_an_argument_may_name_only_listed_files() -> None:
+def test_an_argument_may_name_a_file_of_the_mounted_folder_only_if_engine_files_lists_it() -> None:
     engine(["--chat-template", "/etc/heteroinfer/files/a.jinja"], "a.jinja")
     engine(["--chat-template=/etc/heteroinfer/files/a.jinja"], "b", "a.jinja")
     engine(["--chat-template", "/opt/templates/a.jinja"])

@@ -209,8 +209,8 @@ def test_shorter_requests_are_suggested_if_they_are_the_smallest_change(
     [
         ([], "the hardware is missing. Add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both"),
         (["--gpus", "1"], "--gpus: the memory of one GPU is missing. Add --gpu-memory SIZE"),
-        (["--cpus", "4"], "--cpus and --cpu-memory need each other. Add --cpu-memory SIZE"),
-        (["--cpu-memory", "8Gi"], "--cpus and --cpu-memory need each other. Add --cpus N"),
+        (["--cpus", "4"], "--cpus and --cpu-memory must be set together. Add --cpu-memory SIZE"),
+        (["--cpu-memory", "8Gi"], "--cpus and --cpu-memory must be set together. Add --cpus N"),
         ([*hardware("8Gi"), "--mode", "FeedForward"], "--mode FeedForward needs one GPU (--gpu-memory) and"),
         ([*hardware("8Gi"), "--mode", "Tensor"], "--mode Tensor needs GPUs (--gpu-memory) and CPUs"),
         ([*hardware("8Gi"), "--name", "A_b"], "must consist of lower-case letters"),

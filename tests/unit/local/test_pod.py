@@ -59,30 +59,34 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (with_spec(nodeSelector={"a": "b"}), "spec.nodeSelector", "Remove it from the role's template"),
     (with_spec(nodeSelector={"disk": "ssd"}), "spec.nodeSelector", "use a cluster"),
     (with_spec(hostNetwork=True), "spec.hostNetwork", "Remove it"),
-    (with_spec(restartPolicy="Always"), "spec.restartPolicy", "It must be Never (got 'Always')"),
-    (with_spec(containers=[{}, {}]), "spec.containers", "It must be one container (got 2)"),
+    (with_spec(restartPolicy="Always"), "spec.restartPolicy", "must be Never (got 'Always'). Report"),
+    (with_spec(containers=[{}, {}]), "spec.containers", "must have one container (got 2). Remove the others"),
     (with_spec(initContainers=[{}]), "spec.initContainers", "Remove it"),
     (
         with_spec(volumes=[{"name": "m", "persistentVolumeClaim": {"claimName": "c"}}]),
         "spec.volumes[0].persistentVolumeClaim",
         "--model-dir",
     ),
-    (MOUNTED_ELSEWHERE, "spec.volumes[0].hostPath", "/m cannot be mounted at /model"),
-    (pod(command=["sh", "-c"]), "spec.containers[0].command", "It must be the command of container worker"),
+    (MOUNTED_ELSEWHERE, "spec.volumes[0].hostPath", "cannot mount /m at /model"),
+    (
+        pod(command=["sh", "-c"]),
+        "spec.containers[0]",
+        "must be container worker with a command of one word (got 'worker' with ['sh', '-c'])",
+    ),
     (pod(lifecycle={}), "spec.containers[0].lifecycle", "Remove it"),
     (pod(env=[SECRET]), "spec.containers[0].env[0].valueFrom", "export the variable"),
     (pod(env=[NO_MAP]), "spec.containers[0].env[0].valueFrom", "has no ConfigMap none with key k"),
     (
         pod(env=[{"name": "A", "value": "$(B)"}]),
         "spec.containers[0].env[0].value",
-        "Replace $(...) by its value in A",
+        "does not expand $(...). In engine.env, write the value of A without $(...)",
     ),
     (
         pod(resources={"limits": {"amd.com/gpu": "1"}}),
         "spec.containers[0].resources.limits[amd.com/gpu]",
         "Remove amd.com/gpu",
     ),
-    (pod(readinessProbe={"exec": {}}), "spec.containers[0].readinessProbe", "It must be httpGet"),
+    (pod(readinessProbe={"exec": {}}), "spec.containers[0].readinessProbe", "must be httpGet"),
 ]
 
 

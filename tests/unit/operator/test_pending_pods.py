@@ -176,7 +176,7 @@ def unplaced(name: str = "p", *, uid: str = "", **fields: Any) -> PodRecord:
     record = pod(name, waiting=None)
     view = replace(record.view, uid=uid or name, node="", labels=labels, unschedulable=unschedulable)
     return replace(
-        record, view=view, **{"scheduler": SCHEDULER, "is_reported": bool(unschedulable), **fields}
+        record, view=view, **{"scheduler": SCHEDULER, "has_scheduling_state": bool(unschedulable), **fields}
     )
 
 
@@ -231,7 +231,7 @@ async def test_a_pod_without_a_scheduler_has_a_reason_that_stays_the_same() -> N
 @pytest.mark.parametrize(
     ("changed", "view"),
     [
-        ({"is_reported": True}, {}),
+        ({"has_scheduling_state": True}, {}),
         ({}, {"node": "n"}),
         ({}, {"started": True}),
         ({}, {"phase": "Unknown"}),

@@ -291,7 +291,7 @@ def test_builds_the_paths_of_objects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "gates", "is_reported", "reason"),
+    ("status", "gates", "has_scheduling_state", "reason"),
     [
         ({}, [], False, ""),
         ({"nominatedNodeName": "n"}, [], True, ""),
@@ -301,7 +301,7 @@ def test_builds_the_paths_of_objects() -> None:
     ],
 )
 def test_reads_whether_a_scheduler_has_looked_at_a_pod(
-    status: dict[str, Any], gates: list[dict[str, str]], is_reported: bool, reason: str
+    status: dict[str, Any], gates: list[dict[str, str]], has_scheduling_state: bool, reason: str
 ) -> None:
     pod = stored_pod(**status)
     for condition in pod["status"].get("conditions", ()):
@@ -316,7 +316,7 @@ def test_reads_whether_a_scheduler_has_looked_at_a_pod(
     }
     record = trim.pod_record(pod)
     assert record is not None
-    assert (record.is_reported, record.scheduler) == (is_reported, "mine")
+    assert (record.has_scheduling_state, record.scheduler) == (has_scheduling_state, "mine")
     assert record.view.unschedulable.startswith(reason)
     assert bool(record.view.unschedulable) == bool(reason)
     assert record.resource_claims == ("resource claim nic", "resource claim template gpu")

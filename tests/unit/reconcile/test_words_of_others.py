@@ -209,7 +209,17 @@ def test_an_impossible_profile_is_reported(path: tuple[str, ...], value: object,
     world.settle()
     (condition,) = [c for c in world.status["conditions"] if c["type"] == "ModelReady"]
     assert (condition["status"], condition["reason"]) == ("False", "ModelNotReadable")
-    assert message in condition["message"]
+    assert f"{message}. Use the same version of operator and worker" in condition["message"]
+
+
+def test_a_result_without_json_is_reported_with_a_fix() -> None:
+    world = World(spec=cpu_pair())
+    world.settle()
+    world.answer_inspection("nonsense")
+    world.settle()
+    (condition,) = [c for c in world.status["conditions"] if c["type"] == "ModelReady"]
+    assert "returned no valid result: ModelProfile: must be JSON" in condition["message"]
+    assert "Use the same version of operator and worker" in condition["message"]
 
 
 @pytest.mark.parametrize("uri", ["[" * 5_000 + "]" * 5_000, "[" * 400 + "]" * 400])

@@ -158,15 +158,25 @@ def test_the_peak_includes_memory_that_is_free_again() -> None:
     assert peak.temporary_bytes() - before > 60 * MIB
 
 
-def test_the_limiting_rank_is_reported() -> None:
-    line = kv_blocks.describe(
-        PLAN,
+def describe_kv_blocks(*, planned_bytes: int, headrooms_bytes: list[int]) -> str:
+    ranks = tuple(replace(rank, kv_cache_bytes=planned_bytes) for rank in PLAN.ranks)
+    return kv_blocks.describe(
+        replace(PLAN, ranks=ranks),
         blocks=10,
         sizes_bytes=[1000, 1000, 4000, 4000],
-        headrooms_bytes=[2000, 1000, 9000, 5000],
+        headrooms_bytes=headrooms_bytes,
     )
+
+
+def test_the_limiting_rank_is_reported() -> None:
+    line = describe_kv_blocks(planned_bytes=1500, headrooms_bytes=[2000, 1000, 9000, 5000])
     assert "10 blocks of 32 tokens on every rank. Rank 1 (role cpu, CPU) limits this number" in line
     assert "have space for 10 blocks. Headroom in blocks: rank 0 20, rank 1 10, rank 2 22, rank 3 12" in line
+
+
+def test_the_plan_limits_the_blocks_if_every_rank_has_the_planned_memory() -> None:
+    line = describe_kv_blocks(planned_bytes=1000, headrooms_bytes=[2000, 1500, 9000, 8000])
+    assert "The plan limits this number. Rank 1 (role cpu, CPU) has space for the fewest blocks: 15" in line
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -75,10 +75,10 @@ def test_more_rows_than_measured_need_more_time_except_for_copies() -> None:
 
 def test_finds_the_fewest_rows_with_which_the_gpu_computes_experts() -> None:
     balance = Balance([measured(64, 0.001, 1.0), measured(128, 0.02, 0.01)])
-    first = balance.first_rows(EXPERTS, 256)
+    first = balance.min_gpu_rows(EXPERTS, 256)
     assert 64 < first < 128
     assert balance.gpu_experts(first - 1, 0.0, EXPERTS) == 0 < balance.gpu_experts(first, 0.0, EXPERTS)
-    assert Balance([measured(64, 0.001, 10.0)]).first_rows(EXPERTS, 256) == 0
+    assert Balance([measured(64, 0.001, 10.0)]).min_gpu_rows(EXPERTS, 256) == 0
 
 
 def test_cpus_compute_all_experts_if_the_gpu_does_not_help() -> None:

@@ -161,7 +161,7 @@ class PlanRole(StatusModel):
     """A GPU role in a plan."""
 
     name: RoleName
-    """Name of the role."""
+    """Name of the GPU role in spec.roles."""
     device_memory: Annotated[str, Field(max_length=24)] | None = None
     """Memory of one GPU: roles[].deviceMemory, or the minimum that node labels report
     for the group's nodes."""

@@ -173,7 +173,7 @@ def _read_hardware(arguments: argparse.Namespace) -> GivenHardware:
         )
     if bool(cpus) != bool(cpu_memory):
         missing = "--cpus N" if cpu_memory else "--cpu-memory SIZE"
-        raise HeteroInferError(f"--cpus and --cpu-memory need each other. Add {missing}", reason="Usage")
+        raise HeteroInferError(f"--cpus and --cpu-memory must be set together. Add {missing}", reason="Usage")
     if not gpus and not cpus:
         raise HeteroInferError(
             "the hardware is missing. Add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both",

@@ -137,7 +137,7 @@ def with_pods(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroInf
 
 
 def plan_for(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
-    """Returns the plan of another spec, or None if it has no plan."""
+    """Plans another spec for the same model and nodes. Returns None if the spec has no plan."""
     try:
         return make_plan(replace(planned.request, spec=spec), planned.inventory)
     except PlanError:

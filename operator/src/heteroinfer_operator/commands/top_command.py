@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("all_namespaces", "selector"):
         if arguments.name and getattr(arguments, option):
             raise HeteroInferError(
-                f"NAME and --{option.replace('_', '-')} exclude each other. Remove one of the two",
+                f"NAME and --{option.replace('_', '-')} cannot be combined. Remove one of the two",
                 reason="BadArguments",
             )
     asyncio.run(_show(arguments))

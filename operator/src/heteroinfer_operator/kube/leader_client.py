@@ -304,9 +304,7 @@ class LeaderClient:
                     )
                     token = self._find_token(pod, question)
                     if token is not None and await may_confirm(pod):
-                        await self._client.confirm_question(
-                            pod.ip, pod.health_port, token, timeout_s=TIMEOUT_S
-                        )
+                        await self._client.allow_removal(pod.ip, pod.health_port, token, timeout_s=TIMEOUT_S)
                     return progress
                 except NO_ANSWER as error:
                     logger.debug("%s: pod %s sent no valid progress: %r", pod.key, pod.view.name, error)

@@ -523,7 +523,7 @@ def _is_silent(pod: PodRecord) -> bool:
     """Reports whether a pod has no node and no report of a scheduler."""
     view = pod.view
     never_ran = view.phase == "Pending" and not _has_run(view)
-    return never_ran and not view.node and not view.unschedulable and not pod.is_reported
+    return never_ran and not view.node and not view.unschedulable and not pod.has_scheduling_state
 
 
 def _group_of(pod: PodRecord) -> _Group:
@@ -543,7 +543,7 @@ def _find_heard_groups(pods: Iterable[PodRecord], provisioning: Collection[str])
         for pod in pods
         if not pod.view.node
         and not pod.view.ended
-        and (pod.is_reported or not set(pod.claims).isdisjoint(provisioning))
+        and (pod.has_scheduling_state or not set(pod.claims).isdisjoint(provisioning))
     )
 
 

@@ -94,8 +94,8 @@ class PodRecord:
         grace_s: grace period of a pod that is being deleted, in seconds.
         claims: names of the PersistentVolumeClaims that the pod mounts.
         scheduler: name of the pod's scheduler.
-        is_reported: whether the status shows that a scheduler has looked at the pod, or that a scheduling
-            gate blocks the pod.
+        has_scheduling_state: whether the status shows that a scheduler has handled the pod, or that a
+            scheduling gate blocks the pod.
         resource_claims: kinds and names of the resource claims and their templates that the pod uses, such
             as `resource claim nic`.
     """
@@ -108,7 +108,7 @@ class PodRecord:
     grace_s: float = 0.0
     claims: tuple[str, ...] = ()
     scheduler: str = ""
-    is_reported: bool = False
+    has_scheduling_state: bool = False
     resource_claims: tuple[str, ...] = ()
 
 
@@ -281,13 +281,16 @@ def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord
         grace_s=float(as_integer(_metadata(stored).get("deletionGracePeriodSeconds"), "grace period")),
         claims=_claim_names(stored),
         scheduler=as_text(_spec(stored).get("schedulerName"), "schedulerName"),
-        is_reported=_is_reported(stored),
+        has_scheduling_state=_has_scheduling_state(stored),
         resource_claims=_resource_claims(stored),
     )
 
 
-def _is_reported(stored: Manifest) -> bool:
-    """Reports whether a scheduler has looked at a pod, or a scheduling gate blocks the pod."""
+def _has_scheduling_state(stored: Manifest) -> bool:
+    """Reports whether a scheduler has handled a pod, or a scheduling gate blocks the pod.
+
+    False only for a new pod that no scheduler has handled yet.
+    """
     status = _status(stored)
     scheduled = _conditions_by_type(status).get("PodScheduled")
     if scheduled is None:

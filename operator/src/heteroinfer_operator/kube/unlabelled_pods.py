@@ -106,8 +106,8 @@ class UnlabelledPods:
     ) -> list[PodRecord]:
         """Returns the pods of a resource that exist although no watch shows them.
 
-        Asks the API server for each pod that the status lists and no watch shows: once if the pod does not
-        exist, otherwise in every call until the pod is gone. While the API server does not answer, the result
+        Reads each pod that the status lists and no watch shows. If the pod exists, every call reads it again.
+        If it does not exist, later calls do not read it. While the API server does not answer, the result
         contains the pod as `unknown`.
 
         Args:
@@ -116,13 +116,15 @@ class UnlabelledPods:
         own_pods = self._pods_of(resource)
         ranks = _ranks_by_pod(Owner(key=resource.key, uid=resource.uid), status)
         watched = {pod.view.name for pod in watched_pods}
-        names_to_read = own_pods.select_pods_to_read(ranks.keys(), watched)
+        names_to_read = own_pods.select_pods_to_read(ranks.keys(), watched)  # without `not_found`
+        # By these uids, `_read_pod` recognizes pods that have lost their label and their owner.
         own_pods.note_uids(watched_pods, kept_names=ranks.keys() | own_pods.unwatched)
         own_pods.cancel_requests(kept_names=names_to_read)
         await self._request_pods(resource, own_pods, names_to_read)
         answers = (_take_answer(resource, own_pods, name, ranks.get(name)) for name in names_to_read)
         unwatched_pods = [answer for answer in answers if answer is not None]
         own_pods.unwatched = frozenset(pod.view.name for pod in unwatched_pods)
+        # Remember the absent pods, so that the next call does not read them again.
         not_found_now = set(names_to_read) - own_pods.unwatched
         own_pods.not_found = (own_pods.not_found | not_found_now) & ranks.keys()
         return unwatched_pods

@@ -198,7 +198,8 @@ class LocalCluster:
         """Kills the pods that still run, and removes their folders.
 
         Raises:
-            HeteroInferError: processes could not be killed; the message names them.
+            HeteroInferError: processes could not be killed, or a task that watches a pod failed. The message
+                names them.
         """
         running = [pod for pod in self._pods.values() if pod.termination is None]
         for pod in running:
@@ -384,7 +385,7 @@ class LocalCluster:
             """Keeps the first failure of a watcher, and announces a change."""
             self._failure = self._failure or LocalClusterError(
                 f"pod {pod.name}: `heteroinfer up` can no longer watch the pod ({error!r}). "
-                "Report this, with the log of the pod"
+                "Report this error with the log of the pod"
             )
             self._on_change()
 

@@ -58,8 +58,8 @@ class UnsupportedPodFieldError(HeteroInferError):
 
     reason = "UnsupportedPodField"
 
-    def __init__(self, pod: str, field: str, remedy: str) -> None:
-        super().__init__(f"pod {pod}: {field}: `heteroinfer up` does not support this. {remedy}")
+    def __init__(self, pod: str, field: str, problem_and_fix: str) -> None:
+        super().__init__(f"pod {pod}: {field}: {problem_and_fix}")
         self.field = field
 
 
@@ -109,15 +109,25 @@ def parse_pod(
         "spec",
     )
     if spec.get("restartPolicy") != "Never":
-        pod.refuse("spec.restartPolicy", f"It must be Never (got {spec.get('restartPolicy')!r})")
+        pod.refuse(
+            "spec.restartPolicy",
+            f"must be Never (got {spec.get('restartPolicy')!r}). Report this error with your resource",
+        )
     if len(spec["containers"]) != 1:
-        pod.refuse("spec.containers", f"It must be one container (got {len(spec['containers'])})")
+        pod.refuse(
+            "spec.containers",
+            f"must have one container (got {len(spec['containers'])}). Remove the others from the role's "
+            "template",
+        )
     pod.check_volumes(spec)
     container = spec["containers"][0]
     pod.refuse_other_fields(container, _CONTAINER_FIELDS, "spec.containers[0]")
     if container.get("name") != names.CONTAINER_WORKER or len(container.get("command", ())) != 1:
         pod.refuse(
-            "spec.containers[0].command", f"It must be the command of container {names.CONTAINER_WORKER}"
+            "spec.containers[0]",
+            f"must be container {names.CONTAINER_WORKER} with a command of one word (got "
+            f"{container.get('name')!r} with {list(container.get('command', ()))}). Report this error with "
+            "your resource",
         )
     port, path = pod.read_readiness_probe(container)
     return PodProcess(
@@ -165,11 +175,13 @@ def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
     return max(1, (group_cpus - reserved_cpus) // max(1, num_cpu_ranks))
 
 
-def _volume_remedy(kind: str) -> str:
-    """Returns the remedy for a volume of this kind."""
+def _refusal_of_volume(kind: str) -> str:
+    """Returns problem and fix of a volume of this kind."""
     if kind in ("persistentVolumeClaim", "image"):
-        return "Name the model's folder with --model-dir"
-    return "Remove model.caBundle, engine.files and the volumes of the role's template, or use a cluster"
+        fix = "Name the model's folder with --model-dir"
+    else:
+        fix = "Remove model.caBundle, engine.files and the volumes of the role's template, or use a cluster"
+    return f"`heteroinfer up` cannot mount a volume of kind {kind}. {fix}"
 
 
 def _is_satisfied_by_machine(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
@@ -229,9 +241,9 @@ class _FieldReader:
         self._secrets = secrets
         self._config_maps = config_maps
 
-    def refuse(self, field: str, remedy: str) -> None:
+    def refuse(self, field: str, problem_and_fix: str) -> None:
         """Raises UnsupportedPodFieldError for a field of this pod."""
-        raise UnsupportedPodFieldError(self.name, field, remedy)
+        raise UnsupportedPodFieldError(self.name, field, problem_and_fix)
 
     def refuse_other_fields(self, mapping: Manifest, known: frozenset[str], where: str) -> None:
         """Refuses the first field that is not known.
@@ -242,7 +254,8 @@ class _FieldReader:
         for field in sorted(set(mapping) - known):
             self.refuse(
                 f"{where}.{field}".lstrip("."),
-                "Remove it from the role's template or from spec.scheduling, or use a cluster",
+                "`heteroinfer up` does not support this field. Remove it from the role's template or from "
+                "spec.scheduling, or use a cluster",
             )
 
     def check_volumes(self, spec: Manifest) -> None:
@@ -256,7 +269,7 @@ class _FieldReader:
                 host_paths[volume["name"]] = (volume["hostPath"]["path"], f"spec.volumes[{index}].hostPath")
             elif "emptyDir" not in volume:
                 kind = "".join(volume.keys() - {"name"})  # a volume has its name and one kind
-                self.refuse(f"spec.volumes[{index}].{kind}", _volume_remedy(kind))
+                self.refuse(f"spec.volumes[{index}].{kind}", _refusal_of_volume(kind))
         for mount in spec["containers"][0].get("volumeMounts", ()):
             mount_path = mount["mountPath"]
             if mount["name"] in host_paths:
@@ -264,14 +277,14 @@ class _FieldReader:
                 if path != mount_path:
                     self.refuse(
                         field,
-                        f"Path {path} cannot be mounted at {mount_path}: pods of `heteroinfer up` have no "
-                        f"mounts. Write {path} wherever the resource names {mount_path}, or use a cluster",
+                        f"`heteroinfer up` cannot mount {path} at {mount_path}. Write {path} wherever the "
+                        f"resource names {mount_path}, or use a cluster",
                     )
             elif mount_path not in _SHARED_FOLDERS:
                 self.refuse(
                     f"spec.containers[0].volumeMounts[{mount['name']}]",
-                    "Remove it from the role's template, or use a cluster: pods of `heteroinfer up` have no "
-                    "mounts",
+                    f"`heteroinfer up` cannot mount a volume at {mount_path}. Remove the mount from the "
+                    "role's template, or use a cluster",
                 )
 
     def read_env(self, variables: Sequence[Manifest]) -> dict[str, str]:
@@ -284,7 +297,11 @@ class _FieldReader:
                 continue
             value = variable.get("value", "")
             if "$(" in value:  # Kubernetes would expand this reference to another variable
-                self.refuse(f"{field}.value", f"Replace $(...) by its value in {variable['name']}")
+                self.refuse(
+                    f"{field}.value",
+                    "`heteroinfer up` does not expand $(...). In engine.env, write the value of "
+                    f"{variable['name']} without $(...)",
+                )
             env[variable["name"]] = value
         return env
 
@@ -297,8 +314,8 @@ class _FieldReader:
         if set(source) != {"configMapKeyRef"}:
             self.refuse(
                 field,
-                "Remove the entry from engine.env and export the variable before `heteroinfer up`, which has "
-                "no Secrets",
+                f"`heteroinfer up` cannot read {' or '.join(sorted(source))}. Remove the entry from "
+                "engine.env, and export the variable before you start `heteroinfer up`",
             )
         reference = source["configMapKeyRef"]
         config_map = self._config_maps.get(reference["name"], {})
@@ -318,8 +335,8 @@ class _FieldReader:
             if name != DEFAULT_GPU_RESOURCE:
                 self.refuse(
                     f"spec.containers[0].resources.limits[{name}]",
-                    f"Remove {name}: on this machine, only cpu, memory and {DEFAULT_GPU_RESOURCE} can be "
-                    "requested",
+                    f"`heteroinfer up` provides only cpu, memory and {DEFAULT_GPU_RESOURCE}. Remove {name} "
+                    "from the role's resources, or use a cluster",
                 )
         return int(parse_quantity(limits.get(DEFAULT_GPU_RESOURCE, 0)))
 
@@ -329,7 +346,9 @@ class _FieldReader:
         if probe is None:
             return None, ""
         if "httpGet" not in probe:
-            self.refuse("spec.containers[0].readinessProbe", "It must be httpGet")
+            self.refuse(
+                "spec.containers[0].readinessProbe", "must be httpGet. Report this error with your resource"
+            )
         number_or_name = probe["httpGet"]["port"]
         numbers = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
         return int(numbers.get(number_or_name, number_or_name)), str(probe["httpGet"]["path"])

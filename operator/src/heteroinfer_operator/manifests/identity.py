@@ -219,20 +219,20 @@ def longer_revision(spec: HeteroInferenceSpec) -> str:
 
 def pod_fields_of_spec(spec: HeteroInferenceSpec) -> dict[str, Any]:
     """Returns the part of a spec whose change needs new pods."""
-    return _without_fields(spec, _NOT_IN_PODS)
+    return _fields_for_revision(spec, _NOT_IN_PODS)
 
 
 def first_revision(spec: HeteroInferenceSpec) -> str:
     """Returns the hash that version 0.1.0 gave to a spec, which includes `planning` and `startup`."""
-    return _hash(_without_fields(spec, _LIFE_FIELDS))[:_REVISION_CHARS]
+    return _hash(_fields_for_revision(spec, _LIFE_FIELDS))[:_REVISION_CHARS]
 
 
-def _without_fields(spec: HeteroInferenceSpec, excluded: Collection[str]) -> dict[str, Any]:
-    """Returns the fields of a spec that differ from their first defaults, without the excluded fields.
+def _fields_for_revision(spec: HeteroInferenceSpec, excluded: Collection[str]) -> dict[str, Any]:
+    """Returns the fields of a spec whose hash becomes its revision, without the excluded fields.
 
-    The first default of a field is its default in the version that added the field. Later versions must give
-    the same hash, even if they change the default. The result also lacks the fields of the model that only a
-    download uses.
+    The hash of a stored spec must stay the same in later versions. So a field counts only if it differs from
+    its first default, that is, from its default in the version that added the field. Fields of the model that
+    only a download uses do not count either.
     """
     fields = {key: value for key, value in spec.fields_unlike_first_default().items() if key not in excluded}
     fields["model"] = {key: value for key, value in fields["model"].items() if key not in _NOT_IN_WORKERS}

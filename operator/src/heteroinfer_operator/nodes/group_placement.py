@@ -174,16 +174,20 @@ def _placement_cost(
     by_name: Mapping[str, FreeNode],
     others: OtherGroups | None,
 ) -> tuple[Any, ...]:
-    """Returns the sort key of placements; the smallest key is the best.
+    """Returns the sort key of a placement; the smallest key is the best.
 
-    The order is as in `preference`: first the GPUs of the pods with GPUs, then whether the other pods occupy
-    nodes with free GPUs, then the distance to other groups. For pods for which the distance outweighs the
-    devices (`outweigh_devices_of`), the distance comes first.
+    The parts of the key, in their order:
+
+    1. nearness to other groups, on nodes of pods for which nearness matters more than devices
+       (`outweigh_devices_of`)
+    2. cost of the GPUs that pods with GPUs get (`device_cost`)
+    3. cost of free GPUs on the nodes of pods without GPUs
+    4. nearness to other groups, on all nodes
     """
     pods = [(demand, by_name[name]) for demand, name in zip(demands, nodes, strict=True)]
     # Each node counts once, because its loss ends the group once.
     nearness = {name: 0 if others is None else others.nearness(by_name[name].node) for name in nodes}
-    decisive_nearness = {  # of the nodes with pods for which the distance comes first
+    decisive_nearness = {  # of the nodes with pods for which nearness matters more than devices
         free_node.node.name: nearness[free_node.node.name]
         for demand, free_node in pods
         if others is not None and others.outweigh_devices_of(demand)

@@ -220,17 +220,17 @@ def _memory_checks(
 def _check_lanes(sets: Sequence[RankSet]) -> None:
     """Raises PlanError if the rank with attention needs more lanes (places for asks) than its slab has.
 
-    Each feed-forward rank in the pod of this rank takes a lane. Each other pod takes a single lane for all
-    feed-forward ranks of the pod.
+    Each feed-forward rank in the pod of this rank takes a lane. Each pod of a CPU role takes a single lane
+    for all feed-forward ranks of the pod.
     """
     lanes = sum(each.pods or each.per_pod for each in sets)
     if lanes > MAX_LANES:
         largest = max(sets, key=lambda each: each.pods)  # fewer pods of this role free the most lanes
         raise PlanError(
             f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods} (got "
-            f"{largest.pods}), because a GPU rank has {MAX_LANES} lanes (places for its requests). "
-            "Each feed-forward rank in the GPU's pod takes a lane, and each other pod takes a lane. Use "
-            "fewer pods, and raise ranksPerPod and resources",
+            f"{largest.pods}), because a GPU rank has at most {MAX_LANES} lanes. Each "
+            "feed-forward rank in the GPU's pod takes a lane, and each pod of a CPU role takes a lane. Use "
+            "fewer pods, and raise the role's ranksPerPod and resources",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 

@@ -24,8 +24,8 @@ _ZERO_POINT_BYTES: Final[Mapping[SchemeName, Fraction]] = MappingProxyType(
 )
 """Bytes of a group's zero point in the checkpoint: AWQ and GPTQ always store a zero point."""
 _FLOAT_RATIO: Final = Fraction(201, 200)
-"""Packed size of weights in FP8 and NVFP4, relative to the checkpoint. Packing adds 4 bytes for each column:
-the ratio is 1.002 with 4,096 inputs and 1.009 with 768."""
+"""Packed size of weights in FP8, MXFP8 and NVFP4, relative to the checkpoint. Packing adds 4 bytes for each
+column: the ratio is 1.002 with 4,096 inputs and 1.009 with 768."""
 _FLOAT_FORMATS: Final = frozenset(
     {
         SchemeName.FP8_BLOCK,
@@ -46,18 +46,23 @@ _GATE_AND_UP_SHARE: Final = Fraction(2, 3)
 
 
 def packed_ratio(scheme: Scheme, element_bytes: int = 2) -> Fraction:
-    """Returns the size of quantized weights in the packed form of our kernels, relative to the checkpoint.
+    """Returns the packed size of quantized weights, divided by their size in the checkpoint.
 
-    Codes and scales keep their size (kernels/coded.py), but a zero point becomes a byte: the ratio of AWQ is
-    1.008 with groups of 128 and 1.027 with groups of 32. In GPTQ the zero points are dropped: 0.992 and
-    0.973. If the engine computes in float32, vLLM reads the scales of int4 as float32.
+    Our kernels pack the weights. Codes and scales keep their size (kernels/coded.py). The ratio differs from
+    1 in these cases:
+
+    - AWQ, and INT4 with zero points: each zero point takes a byte. With groups of 128 and 32, the ratio of
+      AWQ is 1.008 and 1.027.
+    - GPTQ: our kernels store no zero points. With groups of 128 and 32, the ratio is 0.992 and 0.973.
+    - INT4 with groups, if the engine computes in float32: vLLM converts the scales to float32.
+    - FP8, MXFP8 and NVFP4: packing adds 4 bytes for each column (`_FLOAT_RATIO`).
 
     Args:
         element_bytes: size of the engine's element type.
     """
     if scheme.name in _FLOAT_FORMATS:
         return _FLOAT_RATIO
-    stored_bytes, packed_bytes = _group_bytes(scheme)
+    stored_bytes, packed_bytes = _group_bytes(scheme)  # with the zero point, and without it
     if scheme.name is SchemeName.AWQ or scheme.zeros:
         packed_bytes += 1
     if scheme.name is SchemeName.INT4 and scheme.group:  # without groups, a column has one scale

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.codec import SAME_VERSION
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import CONFIRMED_S, CacheCleanup, FetchedModel, FetchProgress, is_commit
@@ -365,8 +366,7 @@ def _decide_profile_read(
     Raises:
         ContractError: the result is not valid, or the profile is too long for the status.
     """
-    fetched = FetchedModel.from_json(result) if context.fetches else None
-    profile = ModelProfile.from_json(result) if fetched is None else fetched.profile
+    fetched, profile = _parse_result(context, result)
     size_bytes = fetched.size_bytes if fetched is not None else None
     text = profile.to_json()
     if len(text) > MAX_PROFILE_LENGTH:
@@ -399,6 +399,23 @@ def _decide_profile_read(
         deletes=_build_deletes(context, [pod]),
         events=(event,) if is_new_commit else (),
     )
+
+
+def _parse_result(context: ModelContext, result: str) -> tuple[FetchedModel | None, ModelProfile]:
+    """Parses the result of the model pod: the downloaded model (None without a download), and the profile.
+
+    Raises:
+        ContractError: the result is not valid. The message contains a fix.
+    """
+    try:
+        if context.fetches:
+            fetched = FetchedModel.from_json(result)
+            return fetched, fetched.profile
+        return None, ModelProfile.from_json(result)
+    except ContractError as error:
+        if SAME_VERSION in str(error):
+            raise
+        raise ContractError(f"{error}. {SAME_VERSION}") from error
 
 
 def _decide_failed(

@@ -339,7 +339,7 @@ def _decide_groups(
     context = context.with_chosen_mode()  # `decide_wanted` may have chosen the mode with a new plan
     unwanted_groups = decide_unwanted(context, last_statuses, by_group, observation.groups, wanted_groups)
     decisions = [
-        _with_observations(observation, context, decision, by_group)
+        _with_live_state(observation, context, decision, by_group)
         for decision in (*wanted_groups, *unwanted_groups)
     ]
     wanted_groups, unwanted_groups = decisions[: context.replicas], decisions[context.replicas :]
@@ -406,19 +406,23 @@ def _check_groups(
     return by_group, last_statuses, strangers
 
 
-def _with_observations(
+def _with_live_state(
     observation: ResourceObservation,
     context: Context,
     decision: GroupDecision,
     by_group: Mapping[int, Sequence[PodView]],
 ) -> GroupDecision:
-    """Adds the table of ranks, lost labels and a silent leader to the decision about a running group."""
+    """Adds live state to the decision about a running group.
+
+    This state is the table of ranks, the pods that lost a label, and whether the leader is silent.
+    """
     index, epoch = decision.status.index, decision.status.epoch
     decision = _update_rank_entries(observation, context, decision, by_group)
     decision = with_lost_labels(context.owner, decision, by_group.get(index, ()))
     decision = with_silence(decision, observation.silences.get((index, epoch)))
     if not observation.pods_unwatched:
         return decision
+    # The API server does not show the pods, so only the leader's report shows whether the group is ready.
     return with_silence_by_report(decision, observation.groups.get(index))
 
 

@@ -84,9 +84,9 @@ class RecordedMlp:
             raise ContractError(
                 f"layer {index}: feed-forward ranks need one MLP that computes down(act(gate) * up) or "
                 f"down(act(up)) (got {len(recorded)} in {type(layer).__name__}{''.join(problems)}). Lower "
-                "feedForward.layers, or use spec.parallelism.mode: Pipeline"
+                "feedForward.layers, or use parallelism.mode: Pipeline"
             )
-        return recorded[0].without_memory() if recorded else None
+        return recorded[0].move_to_meta() if recorded else None
 
     def __init__(
         self, index: int, layer: torch.nn.Module, name: str, activation: str, ups: list[Any], down: Any
@@ -94,8 +94,12 @@ class RecordedMlp:
         self._index, self._layer, self._name = index, layer, name
         self._activation, self._ups, self._down = activation, ups, down
 
-    def without_memory(self) -> "RecordedMlp":
-        """Moves the parameters to the meta device. Returns this object."""
+    def move_to_meta(self) -> "RecordedMlp":
+        """Moves the parameters to the meta device, and sets `targets` to the moved parameters.
+
+        Returns:
+            This object.
+        """
         for linear in (*self._ups, self._down):
             for name, parameter in list(linear.named_parameters(recurse=False)):
                 setattr(linear, name, to_meta_tensor(parameter))

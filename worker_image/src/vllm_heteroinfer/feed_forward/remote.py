@@ -172,7 +172,7 @@ def _with_remote_methods(
         if layer in remote_parts:
             raise ContractError(
                 f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (got "
-                "two). Lower feedForward.layers, or use spec.parallelism.mode: Pipeline"
+                "two). Lower feedForward.layers, or use parallelism.mode: Pipeline"
             )
         experts = remote_parts[layer] = RemoteExperts(module, method)
         return RemoteMethod(moe_config, layer, experts, records=records)

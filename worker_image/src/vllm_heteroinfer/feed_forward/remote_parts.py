@@ -62,7 +62,7 @@ def check_found(found_layers: Iterable[int], planned_layers: Iterable[int], mode
         raise ContractError(
             f"{model}: feed-forward ranks cannot compute layers {missing}, because vLLM builds them neither "
             "with its class RoutedExperts nor as an MLP of its linear layers. Lower feedForward.layers "
-            "until the plan leaves these layers on the GPU, or use spec.parallelism.mode: Pipeline"
+            "until the plan leaves these layers on the GPU, or use parallelism.mode: Pipeline"
         )
 
 

@@ -74,7 +74,8 @@ def let_gpu_compute_experts(
     batches.
 
     Args:
-        report: called with `SharedExchange.first_rows`, or with 0 if the GPU computes no experts.
+        report: called with the minimum number of rows with which the GPU computes some experts; with 0 if the
+            GPU computes no experts.
         **options: keyword arguments of SharedExchange.
     """
     try:
@@ -87,7 +88,7 @@ def let_gpu_compute_experts(
         )
         report(0)
         return exchange
-    report(shared.first_rows)
+    report(shared.min_gpu_rows)
     return shared
 
 
@@ -95,8 +96,8 @@ class SharedExchange:
     """Computes layers like `CudaExchange`, but some experts of long batches on the GPU.
 
     Attributes:
-        first_rows: minimum number of rows with which the GPU computes some experts, as measured; 0 if the GPU
-            computes no experts.
+        min_gpu_rows: minimum number of rows with which the GPU computes some experts, as measured; 0 if the
+            GPU computes no experts.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class SharedExchange:
         self._choices: dict[tuple[Range, ...], ExpertChoices] = {}
         self._balances: dict[object, Balance] = {}
         self.times, self._gaps = StreamTimes(), GapTimes()
-        self.first_rows = 0
+        self.min_gpu_rows = 0
         started = time.perf_counter()
         _logger.info("mapping the weights of the feed-forward ranks and measuring the speed of GPU and CPUs")
 
@@ -144,8 +145,8 @@ class SharedExchange:
             for layer in layers:
                 if layer.kind not in self._balances:
                     self._balances[layer.kind] = self._measure(layer)
-        first_rows = [balance.first_rows(self._ahead, recipe.max_rows) for balance in self._balances.values()]
-        self.first_rows = min((rows for rows in first_rows if rows), default=0)
+        min_rows = [balance.min_gpu_rows(self._ahead, recipe.max_rows) for balance in self._balances.values()]
+        self.min_gpu_rows = min((rows for rows in min_rows if rows), default=0)
         _logger.info(
             "the GPU can compute experts of %d layers of %d kinds. It copies at most %d experts at a time "
             "into a ring of %s. Measuring took %.1f s",

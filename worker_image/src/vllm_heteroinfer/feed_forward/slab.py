@@ -67,7 +67,7 @@ class Shape:
         if not 0 < self.lanes <= MAX_LANES:
             raise ContractError(
                 f"feed-forward: a GPU rank must have 1 to {MAX_LANES} lanes (got {self.lanes}: one for each "
-                "feed-forward rank of its pod, and one for each other pod). Change feedForward.ranks"
+                "feed-forward rank of its pod, and one for each pod of a CPU role). Change feedForward.ranks"
             )
         if self.row_bytes % 16:
             raise ContractError(

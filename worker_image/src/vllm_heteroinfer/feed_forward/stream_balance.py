@@ -210,12 +210,13 @@ class Balance:
             return 0
         return self._times_for(rows).gpu_experts(gap_s, ahead)
 
-    def first_rows(self, ahead: int, most: int) -> int:
-        """Returns the fewest rows, up to `most`, with which the GPU computes some experts; 0 for none.
+    def min_gpu_rows(self, ahead: int, max_rows: int) -> int:
+        """Returns the minimum number of rows with which the GPU computes some experts.
 
+        Returns 0 if the GPU computes no experts with up to `max_rows` rows.
         Assumes no gap between layers. With gaps, the GPU may compute experts with fewer rows.
         """
-        possible = range(self._rows[0], most + 1)
+        possible = range(self._rows[0], max_rows + 1)
         return next((rows for rows in possible if self.gpu_experts(rows, 0.0, ahead)), 0)
 
     def _times_for(self, rows: int) -> Measured:

@@ -62,8 +62,9 @@ def time_limit(limit_s: float) -> Iterator[None]:
         """Raises the error of a hub that answers too slowly."""
         raise FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"the hub has not sent the model's description within {limit_s:g} s. Check that pods can reach "
-            "the hub, and HTTPS_PROXY or HF_ENDPOINT in spec.engine.env",
+            f"the hub has not sent {CONFIG_FILE} and the headers of the weight files within {limit_s:g} s. "
+            "Check the network between pods and the hub. If you use a proxy or a mirror, check HTTPS_PROXY "
+            "or HF_ENDPOINT in spec.engine.env",
             is_temporary=True,
         )
 

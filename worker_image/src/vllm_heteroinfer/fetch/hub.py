@@ -171,6 +171,7 @@ class HubModel:
             yield
         except errors.HfHubHTTPError as error:
             # The client raises RepositoryNotFoundError also for some answers without the header X-Error-Code.
+            # Not isinstance: the subclass GatedRepoError has a code of its own.
             is_not_found = type(error) is errors.RepositoryNotFoundError
             code = "RepoNotFound" if is_not_found else error.response.headers.get("X-Error-Code", "")
             raise self._hub.refusal_error(error.response.status_code, code, self._hub.clean(error)) from error

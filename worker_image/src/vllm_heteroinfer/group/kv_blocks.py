@@ -22,18 +22,27 @@ def headroom_blocks(*, blocks: int, size_bytes: int, headroom_bytes: int) -> int
 
 
 def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_bytes: Sequence[int]) -> str:
-    """Returns one line with the number of KV blocks, the rank that limits it, and each rank's headroom."""
+    """Returns one line with the number of KV blocks, its limit (plan or rank), and each rank's headroom."""
     fitting_blocks = [
         headroom_blocks(blocks=blocks, size_bytes=size, headroom_bytes=headroom)
         for size, headroom in zip(sizes_bytes, headrooms_bytes, strict=True)
     ]
     limiting = min(plan.stage_ranks, key=lambda rank: fitting_blocks[rank.rank])
     limiting_blocks = fitting_blocks[limiting.rank]
-    larger_than_plan = f" (the plan uses {blocks})" if limiting_blocks > blocks else ""
+    name = f"{limiting.rank} (role {limiting.role}, {limiting.device})"
+    headroom = format_bytes(headrooms_bytes[limiting.rank])
+    if headrooms_bytes[limiting.rank] >= limiting.kv_cache_bytes:
+        limit = (
+            f"The plan limits this number. Rank {name} has space for the fewest blocks: {limiting_blocks} in "
+            f"{headroom} of headroom"
+        )
+    else:
+        limit = (
+            f"Rank {name} limits this number: the rank's {headroom} of headroom have space for "
+            f"{limiting_blocks} blocks"
+        )
     blocks_by_rank = ", ".join(f"rank {rank.rank} {fitting_blocks[rank.rank]}" for rank in plan.stage_ranks)
     return (
-        f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank. Rank {limiting.rank} "
-        f"(role {limiting.role}, {limiting.device}) limits this number: the rank's "
-        f"{format_bytes(headrooms_bytes[limiting.rank])} of headroom have space for {limiting_blocks} blocks"
-        f"{larger_than_plan}. Headroom in blocks: {blocks_by_rank}"
+        f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank. {limit}. "
+        f"Headroom in blocks: {blocks_by_rank}"
     )

@@ -269,7 +269,7 @@ class ControlServer:
         lookup = start_task(
             look_up(bind_host(address.host) or address.host, address.health_port),
             name="address of a pod",
-            failed=lambda error: log.info("DNS has no address for pod %d: %r", pod, error),
+            failed=lambda error: log.info("looking up the address of pod %d failed: %r", pod, error),
         )
         try:
             while link.allowed_silence_left_s() > 0:

@@ -56,7 +56,7 @@ class Commands:
     """The commands of a pod's processes. Tests replace them with small real processes.
 
     Attributes:
-        api_server: runs in the leader's pod only. If empty, the group has no API server.
+        api_server: runs in the leader's pod only. If empty, the group has no API server of vLLM.
         forks: whether the pod's other processes are forked from its first rank, which has already imported
             their libraries (pod/forking.py). Then each command must be a Python interpreter, `-m` and a
             module.
@@ -374,6 +374,12 @@ class PodProcesses:
         for process in self._processes:
             process.channel.close()
         return all_ended
+
+    def describe_remaining(self) -> str:
+        """Returns the names and process ids of the processes that have not ended."""
+        remaining = [process for process in self._processes if not process.child.is_reaped()]
+        found = [f"{process.name} (process {process.child.pid})" for process in remaining]
+        return ", ".join(found) or "a process that a rank started"
 
     async def _kill_all(self) -> bool:
         """Kills every process that is known now. Returns whether all are gone."""

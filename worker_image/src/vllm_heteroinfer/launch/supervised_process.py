@@ -58,6 +58,11 @@ class SupervisedProcess:
         """Global rank of the process; None for vLLM's API server."""
         return None if self.assignment is None else self.assignment.rank
 
+    @property
+    def name(self) -> str:
+        """Name of the process in messages."""
+        return "vLLM's API server" if self.rank is None else f"rank {self.rank}"
+
     def read_channel(self, awake_s: float) -> None:
         """Reads the process's new messages. Keeps the last report, and the first failure.
 
@@ -131,7 +136,7 @@ def build_failure(
         last_log=process.child.output.last_line(),
         time=time.time(),
     )
-    process_name = f"rank {rank} (pod {pod})" if rank is not None else f"vLLM's API server (pod {pod})"
+    process_name = f"{process.name} (pod {pod})"
     phase = RankPhase(process.report.phase)
     if process.engine_end is not None:
         exit_code = process.engine_end.exit_code

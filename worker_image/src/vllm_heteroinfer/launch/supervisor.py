@@ -110,7 +110,7 @@ class Supervisor:
         self._health = HealthServer(self._answer_request)
         self._guard = None if settings.key is None else ReportGuard(settings.key)
         has_api_server = leads and bool(settings.commands.api_server)
-        self._api_healthy = not has_api_server  # a pod without an API server does not wait for it
+        self._api_healthy = not has_api_server  # a pod without vLLM's API server does not wait for it
         self._was_ready = False
         self._start_clock = StartClock(launch.startup_timeout_s)
         self._engine_clock = EngineClock(settings.step_timeout_s, self._awake_s())
@@ -524,7 +524,11 @@ class Supervisor:
             log.error("group %s ends: %s: %s", self._launch.group, verdict.reason, verdict.message)
             all_ended = await self._processes.kill()
         if not all_ended:
-            log.error("a killed process hangs in the kernel and was left behind. See the node's kernel log")
+            log.error(
+                "%s: did not end after SIGKILL, probably because the kernel blocks them. The supervisor ends "
+                "without them. See the node's kernel log",
+                self._processes.describe_remaining(),
+            )
         await asyncio.wait((announcement,))
         self._health.close()
         log.info("the supervisor has ended")

@@ -86,7 +86,10 @@ def _find_packing_library(weight: Any) -> KernelLibrary | None:
 def _with_our_bf16_packing(
     logged: set[torch.dtype], original: Callable[[Any, torch.nn.Module], None]
 ) -> Callable[[Any, torch.nn.Module], None]:
-    """Returns a replacement that packs bf16 experts for our kernels, and all other experts by `original`."""
+    """Returns a replacement that packs bf16 experts of supported sizes for our kernels.
+
+    It passes all other experts to the original function.
+    """
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         """Packs a layer's experts in place of its parameters."""
@@ -106,7 +109,10 @@ def _with_our_fp8_packing(
     logged: set[torch.dtype],
     original: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Returns a replacement that packs FP8 experts for our kernels, and all other experts by `original`."""
+    """Returns a replacement that packs FP8 experts of supported sizes for our kernels.
+
+    It passes all other experts to the original function.
+    """
 
     def prepare_fp8_moe_layer_for_cpu(
         w13: torch.Tensor, w2: torch.Tensor
@@ -140,7 +146,10 @@ def _log_once(logged: set[torch.dtype], library: KernelLibrary, dtype: torch.dty
 
 
 def _with_our_computation(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns a replacement that computes experts which our kernels packed, and all others by `original`."""
+    """Returns a replacement that computes the experts that our kernels packed.
+
+    It passes all other experts to the original function.
+    """
 
     def apply(self: Any, **named: Any) -> None:
         """Writes each row's weighted sum of its experts to `output`."""
