@@ -1,6 +1,6 @@
 """The process that `heteroinfer-worker network` becomes: `python -m vllm_heteroinfer.calibration.network`.
 
-One machine listens, and the other machine connects and measures. Stdlib and the contract only.
+One machine listens, and the other machine connects and measures. Imports no torch.
 """
 
 import argparse
