@@ -130,11 +130,12 @@ class HubModel:
                 os.fsync(target.fileno())
 
     def _manual_download(self, file: FetchedFile) -> str:
-        """Returns the fix for a hub that does not send parts of a large file: fill a volume."""
+        """Returns the fix for a hub without HTTP range requests: download the model to a volume."""
         repository = self._hub.repository
         return (
-            f"{file.path} has {format_bytes(file.size_bytes)} and was requested in parts. If this hub "
-            f"does not send parts, fill a volume (hf download {repository} --local-dir DIR) and use pvc://CLAIM/PATH"
+            f"{file.path} ({format_bytes(file.size_bytes)}) is downloaded with HTTP range requests. If this "
+            "hub does not support them, download the model to a volume "
+            f"(hf download {repository} --local-dir DIR), and set model.uri: pvc://CLAIM/PATH"
         )
 
     def _fetch_until(self, commit: str, file: FetchedFile, target: BinaryIO, end_bytes: int) -> None:

@@ -102,7 +102,7 @@ class PodProcesses:
         self._fork_client: ForkClient | None = None
         self._draining = False
         self._engine_pids: list[int] = []
-        self._engine_listed_at_s = -ENGINE_LIST_INTERVAL_S
+        self._engine_listed_at_s = -ENGINE_LIST_INTERVAL_S  # so that the first check lists
         self._engine_stop_clocks: dict[int, StopClock] = {}
 
     async def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
