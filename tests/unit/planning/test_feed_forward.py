@@ -338,7 +338,7 @@ UNSHARED = pytest.mark.parametrize(
         (
             128,
             704,
-            "4 feed-forward ranks cannot share 704 intermediate columns, because 704 is not a multiple of",
+            "4 feed-forward ranks cannot share 704 intermediate columns: 128 columns must stay together",
         ),
     ],
 )

@@ -61,9 +61,9 @@ def share_columns(total: int, shares: Sequence[int], unit: int) -> list[Span]:
     units = total // unit
     if total % unit and len(shares) > 1:
         raise ContractError(
-            f"{len(shares)} feed-forward ranks cannot share {total} intermediate columns, because {total} is "
-            f"not a multiple of {unit}, the number of columns that must stay together. Use one feed-forward "
-            f"rank, with the cores and the memory of these {len(shares)} ranks"
+            f"{len(shares)} feed-forward ranks cannot share {total} intermediate columns: {unit} columns must "
+            f"stay together, and {total} is not divisible by {unit}. Use one feed-forward rank, with the cores "
+            f"and the memory of these {len(shares)} ranks"
         )
     if units < len(shares) and len(shares) > 1:
         raise ContractError(

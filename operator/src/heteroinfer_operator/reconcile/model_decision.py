@@ -304,7 +304,7 @@ def _round_to_steps(progress: FetchProgress) -> int:
     finished_steps = min(
         progress.done_bytes * _NUM_PROGRESS_STEPS // progress.total_bytes, _NUM_PROGRESS_STEPS
     )
-    # -(-a // b) rounds up. If the bytes were rounded down, this function would return a step less for them.
+    # -(-a // b) rounds up. If the bytes were rounded down, they would count as an earlier step.
     return -(-finished_steps * progress.total_bytes // _NUM_PROGRESS_STEPS)
 
 

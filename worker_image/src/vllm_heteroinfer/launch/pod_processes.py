@@ -56,7 +56,7 @@ class Commands:
     """The commands of a pod's processes. Tests replace them with small real processes.
 
     Attributes:
-        api_server: runs in the leader's pod only. If empty, the group has no API server.
+        api_server: vLLM's API server, in the leader's pod only. If empty, the group has none.
         forks: whether the pod's other processes are forked from its first rank, which has already imported
             their libraries (pod/forking.py). Then each command must be a Python interpreter, `-m` and a
             module.

@@ -110,7 +110,7 @@ class Supervisor:
         self._health = HealthServer(self._answer_request)
         self._guard = None if settings.key is None else ReportGuard(settings.key)
         has_api_server = leads and bool(settings.commands.api_server)
-        self._api_healthy = not has_api_server  # a pod without an API server does not wait for it
+        self._api_healthy = not has_api_server  # a pod without vLLM's API server does not wait
         self._was_ready = False
         self._start_clock = StartClock(launch.startup_timeout_s)
         self._engine_clock = EngineClock(settings.step_timeout_s, self._awake_s())

@@ -316,7 +316,7 @@ class RankReporter:
         self._send_last(RankMessage(failure=failure.cut(), lost=lost))
 
     def report_engine_end(self, exit_code: int | None) -> None:
-        """Reports that the engine has ended, so this API server ends too.
+        """Reports that the engine has ended, so vLLM's API server ends, too.
 
         Returns once the supervisor has the report, or after FAILURE_TIMEOUT_S.
         """
