@@ -61,9 +61,9 @@ def share_columns(total: int, shares: Sequence[int], unit: int) -> list[Span]:
     units = total // unit
     if total % unit and len(shares) > 1:
         raise ContractError(
-            f"{len(shares)} feed-forward ranks cannot share {total} intermediate columns: {unit} columns must "
-            f"stay together, and {total} is not divisible by {unit}. Use one feed-forward rank, with the cores "
-            f"and the memory of these {len(shares)} ranks"
+            f"{len(shares)} feed-forward ranks cannot share {total} intermediate columns: {unit} columns "
+            f"must stay together, and {total} is not divisible by {unit}. Use one feed-forward rank with the "
+            f"cores and the memory of all {len(shares)} ranks"
         )
     if units < len(shares) and len(shares) > 1:
         raise ContractError(
