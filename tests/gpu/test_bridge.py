@@ -63,7 +63,7 @@ def test_both_ranks_report_that_their_calls_differ(group: Group) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1], ids=PAIR)
 @pytest.mark.parametrize("share_host", [True, False], ids=["shared_memory", "gloo"])
-def test_a_killed_rank_is_reported_within_the_time_out(share_host: bool, lost: int) -> None:
+def test_the_other_rank_reports_a_killed_rank(share_host: bool, lost: int) -> None:
     group = replace(Group(devices=PAIR), share_host=share_host, timeout_s=3.0)
     with running(group, "until_error", elements=1000) as ranks:
         for rank in ranks:

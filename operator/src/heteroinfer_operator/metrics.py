@@ -87,7 +87,8 @@ class OperatorMetrics:
         )
         self.caches = Gauge(
             metric_names.OPERATOR_CACHES,
-            "Caches of the API server's collections that are unlisted, failing or stale, by state.",
+            "Number of the operator's caches that are not healthy, by state: unlisted (never listed since "
+            "the start), failing (the last list or watch failed) or stale.",
             ("state",),
             registry=self.registry,
         )

@@ -167,4 +167,7 @@ def _is_connected(connection: socket.socket) -> bool:
 
 def _check_size(size: int) -> None:
     if size > MAX_REPORT_BYTES:
-        raise ContractError(f"the answer is longer than {MAX_REPORT_BYTES} bytes")
+        raise ContractError(
+            f"the report must have at most {MAX_REPORT_BYTES} bytes (got more). Check which program listens "
+            "on the health port of the pod"
+        )

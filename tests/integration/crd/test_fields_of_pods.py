@@ -150,7 +150,7 @@ REFUSED: Final = {
                 "args": ["--max-log-len=1", "--chat-template=/etc/heteroinfer/files/b.jinja"],
             }
         },
-        "each file in /etc/heteroinfer/files must be one of engine.files",
+        "must not name a file in /etc/heteroinfer/files that engine.files lacks",
     ),
     "authorities of nothing": (
         {"model": {"uri": "pvc://models/tiny", "caBundle": {}}},

@@ -31,7 +31,7 @@ from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.cluster_epoch import EPOCH
 from tests.integration.feed_forward.protocol import LIMIT_NS, answer, ranks
 from vllm_heteroinfer.feed_forward import pod_link, slab_library
-from vllm_heteroinfer.feed_forward.exchange import HostExchange, LaneReady, Watch
+from vllm_heteroinfer.feed_forward.exchange import FeedForwardWatch, HostExchange, LaneReady
 from vllm_heteroinfer.feed_forward.lane_judge import LaneError
 from vllm_heteroinfer.feed_forward.relay import Relay, connect_all
 from vllm_heteroinfer.feed_forward.slab import Shape, create
@@ -272,7 +272,9 @@ def delayed(options: argparse.Namespace) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             pod_link.connect = through  # type: ignore[assignment]
             pods = Pods(options.pods, own=1)
-            watch = Watch(pods.slab, pods.lanes, pods.reports, pods.failures.put, pods.relay.describe_ask)
+            watch = FeedForwardWatch(
+                pods.slab, pods.lanes, pods.reports, pods.failures.put, pods.relay.describe_ask
+            )
             start = time.monotonic()
             for _ in range(options.count):
                 pods.ask()

@@ -116,7 +116,7 @@ def test_up_refuses_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_a_gpu_role_without_a_gpu_reports_the_missing_gpu(tmp_path: Path, model_dir: Path, port: str) -> None:
-    """The group waits, as the user chose. Then Ctrl-C counts as success."""
+    """The group waits, as the user chose. Then a stop by a signal counts as success."""
     shortage = {"onGPUShortage": {"action": "Wait"}}
     file = write(tmp_path, resource(model_dir, roles=[CPU_ROLE, GPU_ROLE], planning=shortage))
     with RunningUp(["-f", file, "--port", port], env={**NO_GPU, "TMPDIR": str(tmp_path)}) as up:

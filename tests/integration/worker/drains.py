@@ -35,7 +35,7 @@ def ask(group: Group, prompt: list[int], max_tokens: int) -> Any:
 
 
 def read(answer: Any) -> Iterator[tuple[list[int], str | None]]:
-    """Yields the tokens of each event of a stream, and at last the finish reason, or "error" for an error."""
+    """Yields the tokens of each event of a stream, and finally the finish reason, or "error" for an error."""
     with answer:
         for line in answer:
             text = line.decode().removeprefix("data: ").strip()

@@ -165,7 +165,7 @@ def test_an_argument_may_name_a_file_of_the_mounted_folder_only_if_engine_files_
     engine(["--chat-template", "/opt/templates/a.jinja"])
     for names in ((), ("b.jinja",), ("jinja",)):
         with pytest.raises(
-            SpecError, match=r"args: each file in .* must be one of engine\.files \(got .*/etc/hetero"
+            SpecError, match=r"args: must not name a file in .* that engine\.files lacks \(got .*/etc/hetero"
         ):
             engine(["--chat-template", "/etc/heteroinfer/files/a.jinja"], *names)
 

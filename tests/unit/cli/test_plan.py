@@ -358,7 +358,7 @@ def test_an_argument_that_the_plan_sets_is_refused(
 ) -> None:
     file = write(tmp_path, model, engine={"args": ["--block-size", "16"]})
     assert error(capsys, "-f", file) == (
-        "error: engine.args: '--block-size' is refused: the plan sets --block-size. "
+        "error: engine.args: '--block-size' is refused: only HeteroInfer may set --block-size. "
         "Remove it: the plan sets the same value on GPU and CPU ranks\n"
     )
 

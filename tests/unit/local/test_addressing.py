@@ -73,20 +73,20 @@ def test_an_api_port_in_use_is_reported() -> None:
 
 
 def test_model_is_a_folder_of_this_machine() -> None:
-    source = _addressing().model(_spec("file:///models/m"), OWNER)
+    source = _addressing().find_model_source(_spec("file:///models/m"), OWNER)
     assert (source.path, source.volume) == ("/models/m", None)
 
 
 def test_a_claim_is_refused_with_the_remedy() -> None:
     with pytest.raises(PlanError, match="--model-dir DIR"):
-        _addressing().model(_spec("pvc://claim/path"), OWNER)
+        _addressing().find_model_source(_spec("pvc://claim/path"), OWNER)
 
 
 def test_a_hub_model_is_downloaded_into_the_local_cache() -> None:
     addressing = _addressing()
-    source = addressing.model(_spec("hf://org/model"), OWNER)
+    source = addressing.find_model_source(_spec("hf://org/model"), OWNER)
     assert source.volume is None
     assert source.fetch is not None
     assert (source.fetch.cache, source.fetch.revision, source.fetch.token) == ("/cache", "main", None)
     assert source.at_commit("abc").path == "/cache/org--model/abc"
-    assert addressing.model(_spec("hf://org/model"), OWNER) == source, "its port stays"
+    assert addressing.find_model_source(_spec("hf://org/model"), OWNER) == source, "its port stays"

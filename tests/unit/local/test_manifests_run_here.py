@@ -35,7 +35,7 @@ def test_example_is_valid_and_its_pods_run_here(example: Path, tmp_path: Path) -
         plan=plan,
         revision=revision(spec),
         addresses=addressing.pods(spec, group, plan),
-        source=addressing.model(spec, OWNER),
+        source=addressing.find_model_source(spec, OWNER),
         images=IMAGES,
     )
     stored = build_plan_config_map(OWNER, plan)
@@ -48,7 +48,7 @@ def test_example_is_valid_and_its_pods_run_here(example: Path, tmp_path: Path) -
         assert launch.address.health_port == process.health_port
         assert process.readiness_path == names.PATH_READYZ
         assert process.num_gpus == sum(rank.device == "GPU" for rank in pod.ranks)
-    inspect = parse_pod(build_model_pod(spec, OWNER, addressing.model(spec, OWNER), IMAGES), {})
+    inspect = parse_pod(build_model_pod(spec, OWNER, addressing.find_model_source(spec, OWNER), IMAGES), {})
     assert inspect.arguments == ("inspect", "--model", str(tmp_path))
 
 
@@ -57,7 +57,7 @@ def test_a_download_of_up_needs_no_secret(tmp_path: Path) -> None:
     model = {"uri": "hf://org/model", "tokenSecretRef": {"name": "hub"}, "cache": {"size": "1Gi"}}
     spec = parse_spec({**resource.spec.dump(), "model": model})
     addressing = LocalAddressing(api_port=8000, model_cache=tmp_path)
-    source = addressing.model(spec, OWNER)
+    source = addressing.find_model_source(spec, OWNER)
     process = parse_pod(build_model_pod(spec, OWNER, source, IMAGES), {})
     assert process.arguments[:5] == ("fetch", "--repository", "org/model", "--revision", "main")
     assert names.ENV_HUB_TOKEN not in process.env

@@ -71,7 +71,7 @@ def _pods() -> WorkerPods:
         plan=PLAN,
         revision=revision(RESOURCE.spec),
         addresses=ADDRESSING.pods(RESOURCE.spec, GROUP, PLAN),
-        source=ADDRESSING.model(RESOURCE.spec, OWNER),
+        source=ADDRESSING.find_model_source(RESOURCE.spec, OWNER),
         images=IMAGES,
         key=KEY,
     )
@@ -80,7 +80,7 @@ def _pods() -> WorkerPods:
 def _manifests() -> dict[str, Any]:
     named: dict[str, Any] = {f"pod-{pod.index}": _pods().build_pod(pod) for pod in PLAN.pods}
     named["pod-inspect"] = build_model_pod(
-        RESOURCE.spec, OWNER, ADDRESSING.model(RESOURCE.spec, OWNER), IMAGES
+        RESOURCE.spec, OWNER, ADDRESSING.find_model_source(RESOURCE.spec, OWNER), IMAGES
     )
     record = RevisionRecord(name=revision(RESOURCE.spec), spec=RESOURCE.spec)
     for child in (
@@ -142,8 +142,8 @@ def test_host_paths_need_the_installations_permission() -> None:
     model = RESOURCE.spec.model.model_copy(update={"uri": "file:///models/llama"})
     spec = RESOURCE.spec.model_copy(update={"model": model})
     with pytest.raises(PlanError, match="allowHostPaths=true"):
-        ADDRESSING.model(spec, OWNER)
-    source = ClusterAddressing(allow_host_paths=True).model(spec, OWNER)
+        ADDRESSING.find_model_source(spec, OWNER)
+    source = ClusterAddressing(allow_host_paths=True).find_model_source(spec, OWNER)
     assert source.volume == {"hostPath": {"path": "/models/llama", "type": "Directory"}}
 
 
@@ -154,12 +154,12 @@ def _hub_spec(**model: Any) -> HeteroInferenceSpec:
 
 def test_a_hubs_model_needs_a_cache() -> None:
     with pytest.raises(PlanError, match=r"cache.claimName .* or cache.size"):
-        ADDRESSING.model(_hub_spec(), OWNER)
+        ADDRESSING.find_model_source(_hub_spec(), OWNER)
 
 
 def test_only_the_fetch_writes_the_cache_and_sees_the_token() -> None:
     spec = _hub_spec(cache={"size": "100Gi"}, tokenSecretRef={"name": "hub"})
-    source = ADDRESSING.model(spec, OWNER)
+    source = ADDRESSING.find_model_source(spec, OWNER)
     fetch = build_model_pod(spec, OWNER, source, IMAGES)
     env = {variable["name"]: variable for variable in fetch["spec"]["containers"][0]["env"]}
     assert env["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}

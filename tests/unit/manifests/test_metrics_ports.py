@@ -32,7 +32,7 @@ def test_the_metrics_port_of_every_rank_is_open(asked: HeteroInferenceSpec) -> N
         plan=planned,
         revision=revision(asked),
         addresses=addressing.pods(asked, GROUP, planned),
-        source=addressing.model(asked, GROUP.owner),
+        source=addressing.find_model_source(asked, GROUP.owner),
         images=WorkerImages(cpu="cpu", gpu="gpu"),
     )
     served = {

@@ -31,14 +31,14 @@ def spec(template: dict[str, Any] | None = None, **fields: Any) -> HeteroInferen
 def worker(changed: HeteroInferenceSpec, **fields: Any) -> dict[str, Any]:
     addressing = ClusterAddressing()
     pods = replace(
-        _pods(), spec=changed, source=addressing.model(changed, OWNER),
+        _pods(), spec=changed, source=addressing.find_model_source(changed, OWNER),
         addresses=addressing.pods(changed, GROUP, PLAN), **fields,
     )  # fmt: skip
     return pods.build_pod(PLAN.pods[1])
 
 
 def model_pod(changed: HeteroInferenceSpec) -> dict[str, Any]:
-    return build_model_pod(changed, OWNER, ClusterAddressing().model(changed, OWNER), IMAGES)
+    return build_model_pod(changed, OWNER, ClusterAddressing().find_model_source(changed, OWNER), IMAGES)
 
 
 def mounts(pod: dict[str, Any]) -> dict[str, str]:
@@ -125,7 +125,7 @@ def test_files_of_the_engine_are_in_one_folder() -> None:
 
 def test_a_model_in_an_image_is_a_volume() -> None:
     changed = spec(model={"uri": f"oci://registry.test/llama@{DIGEST}#models/a"})
-    assert ClusterAddressing().model(changed, OWNER).path == "/model/models/a"
+    assert ClusterAddressing().find_model_source(changed, OWNER).path == "/model/models/a"
     volume = {"name": "model", "image": {"reference": f"registry.test/llama@{DIGEST}"}}
     for pod in (worker(changed), model_pod(changed)):
         assert volume in pod["spec"]["volumes"]

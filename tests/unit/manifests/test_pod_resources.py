@@ -35,7 +35,7 @@ def spec_of(uri: str = "pvc://models/small", resources: Any = None, **model: Any
 
 def model_pod(spec: HeteroInferenceSpec) -> tuple[dict[str, Any], str]:
     """Returns the resources of the pod for a model, and the size limit of its scratch volume."""
-    source = ClusterAddressing().model(spec, OWNER)
+    source = ClusterAddressing().find_model_source(spec, OWNER)
     pod = build_model_pod(spec, OWNER, source, IMAGES, LIMITED)["spec"]
     scratch = next(each for each in pod["volumes"] if each["name"] == "scratch")
     return pod["containers"][0]["resources"], scratch["emptyDir"]["sizeLimit"]
@@ -54,7 +54,7 @@ def test_the_specs_resources_for_the_model_pod_override_the_installations() -> N
 
 def shm_sizes(spec: HeteroInferenceSpec, resources: PodResources) -> tuple[str, str]:
     """Returns the size limits of /dev/shm in the pod that reads the model, and in the worker pod."""
-    source = ClusterAddressing().model(spec, OWNER)
+    source = ClusterAddressing().find_model_source(spec, OWNER)
     model_pod = build_model_pod(spec, OWNER, source, IMAGES, resources)
     worker = build_volumes(spec, source, role_resources(resources.complete_roles(spec).roles[0], Device.CPU))
     volumes = {"model": model_pod["spec"]["volumes"], "worker": worker}
@@ -153,12 +153,12 @@ def test_invalid_pod_resources_are_reported_with_the_chart_value(text: str, said
 )
 def test_a_refusal_names_the_field_to_change(said: str, advice: str) -> None:
     spec = spec_of()
-    pod = build_model_pod(spec, OWNER, ClusterAddressing().model(spec, OWNER), IMAGES)
+    pod = build_model_pod(spec, OWNER, ClusterAddressing().find_model_source(spec, OWNER), IMAGES)
     assert advice in refusal_message(CreateObject(manifest=pod), said)
 
 
 def test_a_policy_of_another_controller_does_not_count_as_a_quota() -> None:
     spec = spec_of()
-    pod = build_model_pod(spec, OWNER, ClusterAddressing().model(spec, OWNER), IMAGES)
+    pod = build_model_pod(spec, OWNER, ClusterAddressing().find_model_source(spec, OWNER), IMAGES)
     said = 'admission webhook "validate.kyverno.svc" denied the request: pods must specify the label team'
     assert refusal_message(CreateObject(manifest=pod), said).endswith(said)

@@ -63,7 +63,7 @@ async def test_an_event_in_progress_does_not_undo_a_relist(with_event: bool) -> 
         if with_event:
             metadata = {"name": "a", "uid": "u", "resourceVersion": "11"}
             server.events.put_nowait({"type": "ADDED", "object": {"metadata": metadata}})
-        cache.relist()
+        cache.request_relist()
         await until_listed(server, 2)
 
 
@@ -72,6 +72,6 @@ async def test_a_list_in_progress_does_not_undo_a_relist() -> None:
     server.may_list.clear()
     async with cache_of(server) as cache:
         await until_listed(server, 1)
-        cache.relist()
+        cache.request_relist()
         server.may_list.set()
         await until_listed(server, 2)

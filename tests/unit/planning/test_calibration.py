@@ -268,9 +268,12 @@ def test_reads_stored_calibrations_and_reports_damaged_entries() -> None:
     assert found == Calibrations()
     why = (
         f"ignored, because HeteroInfer {version} measured these rates and the operator has version 9.9.9. "
-        "Plans use default rates for these nodes until the chart's Job of version 9.9.9 measures them"
+        "Plans use default rates until the calibration Job of version 9.9.9 has measured these nodes again"
     )
-    assert problem == f"m7i.json: {why}. Upgrade the release to 9.9.9, or read the Job's log"
+    fix = (
+        "If this Job does not exist, upgrade the Helm release to chart 9.9.9. If the Job failed, read its log"
+    )
+    assert problem == f"m7i.json: {why}. {fix}"
     # Another version may have written what this one cannot read.
     other = {"m7i.json": entry["m7i.json"].replace('"cores":', '"cores_of_then":').replace(version, "0.0.9")}
     assert (

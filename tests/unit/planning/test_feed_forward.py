@@ -333,9 +333,13 @@ UNSHARED = pytest.mark.parametrize(
         (
             128,
             384,
-            "feed-forward ranks must be at most 3, the groups of 128 in 384 intermediate columns",
+            "4 feed-forward ranks cannot share 384 intermediate columns: each rank needs at least 128",
         ),
-        (128, 704, "intermediate columns must be a multiple of 128"),
+        (
+            128,
+            704,
+            "4 feed-forward ranks cannot share 704 intermediate columns: 128 columns must stay together",
+        ),
     ],
 )
 
@@ -364,7 +368,7 @@ def test_experts_with_indivisible_columns_are_not_split(unit: int, columns: int,
     fewer = replace(
         fewer, kinds=tuple(replace(kind, experts_per_token=min(kind.experts, 2)) for kind in fewer.kinds)
     )
-    with pytest.raises(PlanError, match="feed-forward ranks must be at most 3, the number of experts"):
+    with pytest.raises(PlanError, match="feed-forward ranks cannot share 3 experts"):
         plan(of_ranks(4), fewer)
 
 

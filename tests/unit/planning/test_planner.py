@@ -323,8 +323,9 @@ def test_reports_the_missing_memory_of_a_stage() -> None:
     error = refusal(spec(gpu(deviceMemory="80Gi"), cpu(memory="4Gi")))
     need = (416 + 2 * 1002) / 1024 + 4096 * 8224 / GIB
     assert error.message == (
-        f"stage 0 (role cpu): {need - 2:.2f} GiB of memory is missing. One layer needs {need:.2f} GiB with "
-        "embedding or head and KV cache for one request of 8,192 tokens. A rank has 2.00 GiB. Raise the "
+        f"stage 0 (role cpu): {need - 2:.2f} GiB of memory is missing. The stage must have at least "
+        f"one layer, which needs {need:.2f} GiB, including KV cache for one request of 8,192 tokens and the "
+        "embedding or head. A rank has 2.00 GiB. Raise the "
         "role's resources.limits.memory"
     )
 
@@ -340,7 +341,8 @@ def test_reports_the_memory_for_the_first_layer_of_a_later_stage() -> None:
     cache = 2 * 32 * 4096  # of two blocks
     need = (4 * GIB + cache) / GIB
     missing = f"stage 1 (role cpu): {need - 3:.2f} GiB of memory is missing"
-    assert error.message.startswith(f"{missing}. One layer needs {need:.2f} GiB"), error.message
+    least = f"The stage must have at least one layer, which needs {need:.2f} GiB"
+    assert error.message.startswith(f"{missing}. {least}"), error.message
     assert "A rank has 3.00 GiB. " in error.message
 
 
@@ -354,7 +356,7 @@ def test_reports_the_fewest_layers_of_a_stage_together() -> None:
     short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
     said = refusal(spec(first, second, **short), model=model).message
     missing = "stage 0 (role a): 0.30 GiB of memory is missing. "
-    assert said.startswith(f"{missing}3 layers, the fewest of this stage, need 3.00 GiB"), said
+    assert said.startswith(f"{missing}The stage must have at least 3 layers, which need 3.00 GiB"), said
     assert "A rank has 2.70 GiB. " in said
     pods = spec(gpu(pods=3), **short)
     error = refusal(pods, model=replace(model, first_stage_layers=7))
@@ -372,7 +374,8 @@ def test_counts_layers_that_fit_if_their_sizes_differ() -> None:
     ]
     short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
     said = refusal(spec(*roles, **short), model=model).message
-    assert said.startswith("stage 1 (role r3): 1.00 GiB of memory is missing. One layer needs 4.00 GiB"), said
+    least = "The stage must have at least one layer, which needs 4.00 GiB"
+    assert said.startswith(f"stage 1 (role r3): 1.00 GiB of memory is missing. {least}"), said
 
 
 def test_a_pod_smaller_than_its_processes_is_refused() -> None:

@@ -1,15 +1,18 @@
 """Predicted step times compared with measured ones (docs/user/benchmarks.md), and their inputs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from heteroinfer_contract.calibration import GpuRate
+from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
 from heteroinfer_operator.planning import Inventory
 from heteroinfer_operator.planning.prediction import (
     STEP_OVERHEAD_S,
     StepLoad,
+    count_reads,
     forecast,
     forecast_first_token,
     predict,
@@ -80,6 +83,26 @@ def test_other_types_than_bf16_run_on_slower_kernels() -> None:
 def test_the_label_of_a_gpu_decides_its_planned_speed(product: str, nominal: int) -> None:
     known = rank_s(gpu(), Inventory(gpu_product={"gpu": product}))
     assert known == pytest.approx(rank_s(gpu()) * 4800 / nominal)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key_width"),
+    [
+        (LayerKind(kv_heads=8, kv_width=256), 128),
+        (LayerKind(kv_heads=1, kv_width=256), 128),  # multi-query attention
+        (LayerKind(attention=AttentionKind.SPARSE, kv_heads=4, kv_width=256), 128),
+        (LayerKind(attention=AttentionKind.SPARSE, kv_heads=1, kv_width=576), 576),
+        (LayerKind(attention=AttentionKind.LATENT, kv_heads=1, kv_width=576), 576),
+    ],
+)
+def test_attention_multiplies_queries_with_whole_latents_or_with_keys(
+    kind: LayerKind, key_width: int
+) -> None:
+    model = profile(kinds=(kind,), kind_of_layer=(0,) * 32)
+    planned = plan(spec(gpu()))
+    sizes = replace(planned.sizes, profile=model)
+    reads = count_reads(sizes, 0, 1, StepLoad(context=1000), has_head=False, engine=planned.plan.engine)
+    assert reads.attention == 4 * 1000 * model.num_attention_heads * key_width
 
 
 def test_a_step_includes_the_time_between_steps() -> None:

@@ -49,7 +49,7 @@ def plan(*extra_args: str) -> Plan:
 def test_every_spelling_of_an_option_that_the_plan_sets_is_found(args: list[str]) -> None:
     (found,) = find_refused(args)
     assert PLAN_OWNED[found.option] == found.remedy
-    assert found.reason == f"the plan sets {found.option}"
+    assert found.reason == f"only HeteroInfer may set {found.option}"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,9 @@ def test_eager_is_set_for_each_device_separately() -> None:
 
 
 def test_refuses_an_argument_that_the_plan_sets_with_a_fix() -> None:
-    with pytest.raises(ContractError, match=r"'--dtype=half' is refused: the plan sets --dtype. Set spec"):
+    with pytest.raises(
+        ContractError, match=r"'--dtype=half' is refused: only HeteroInfer may set --dtype. Set spec"
+    ):
         arguments.arguments(plan("--dtype=half"), LAUNCH, plan().ranks[0])
 
 

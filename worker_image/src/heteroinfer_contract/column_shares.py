@@ -61,14 +61,14 @@ def share_columns(total: int, shares: Sequence[int], unit: int) -> list[Span]:
     units = total // unit
     if total % unit and len(shares) > 1:
         raise ContractError(
-            f"intermediate columns must be a multiple of {unit}, the weights' group, to divide them among "
-            f"{len(shares)} feed-forward ranks (got {total}). Use one feed-forward rank with the cores and "
-            "the memory of all"
+            f"{len(shares)} feed-forward ranks cannot share {total} intermediate columns: {unit} columns "
+            f"must stay together, and {total} is not divisible by {unit}. Use one feed-forward rank with the "
+            f"cores and the memory of all {len(shares)} ranks"
         )
     if units < len(shares) and len(shares) > 1:
         raise ContractError(
-            f"feed-forward ranks must be at most {units}, the groups of {unit} in {total} intermediate "
-            f"columns (got {len(shares)}). Use fewer ranks with more cores each"
+            f"{len(shares)} feed-forward ranks cannot share {total} intermediate columns: each rank needs at "
+            f"least {unit} columns, which must stay together. Use at most {units} ranks, with more cores each"
         )
     return _adjacent_spans(total, shares, unit)
 
@@ -83,8 +83,8 @@ def share_experts(total: int, shares: Sequence[int]) -> list[Span]:
     """
     if total < len(shares):
         raise ContractError(
-            f"feed-forward ranks must be at most {total}, the number of experts (got {len(shares)}). Use "
-            "fewer ranks with more cores each"
+            f"{len(shares)} feed-forward ranks cannot share {total} experts: each rank needs at least one "
+            f"expert. Use at most {total} ranks, with more cores each"
         )
     return _adjacent_spans(total, shares, unit=1)
 

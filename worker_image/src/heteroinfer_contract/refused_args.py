@@ -208,9 +208,9 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
 )
 """All unsupported features; only this list decides."""
 _REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {option: (f"the plan sets {option}", remedy) for option, remedy in PLAN_OWNED.items()}
+    {option: (f"only HeteroInfer may set {option}", remedy) for option, remedy in PLAN_OWNED.items()}
     | {
-        option: (f"{entry.feature} is not supported ({entry.why})", entry.remedy)
+        option: (f"HeteroInfer does not support {entry.feature} ({entry.why})", entry.remedy)
         for entry in UNSUPPORTED
         for option in entry.options
     }

@@ -66,8 +66,8 @@ class EngineSpec(Model):
         ValidationRule(
             field="args",
             cel=f"!has(self.args) || !self.args.exists(a, {_IS_MISSING})",
-            message=f"each file in {names.FILES_MOUNT} must be one of engine.files",
-            fix="Add the file to engine.files, or correct its name",
+            message=f"must not name a file in {names.FILES_MOUNT} that engine.files lacks",
+            fix="Add the file to engine.files, or correct the path in the argument",
             holds=lambda engine: not _missing_file(engine),
             got="%s",
             got_cel=(f"self.args.filter(a, {_IS_MISSING})[0]",),

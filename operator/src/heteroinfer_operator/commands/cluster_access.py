@@ -34,7 +34,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kubeconfig",
         metavar="FILE",
-        help="kubeconfig to use; default: KUBECONFIG, or ~/.kube/config without it",
+        help="kubeconfig to use; default: $KUBECONFIG, or ~/.kube/config if the variable is not set",
     )
     parser.add_argument(
         "--context", metavar="NAME", help="context of the kubeconfig; default: its current context"

@@ -91,7 +91,10 @@ class KubeCluster:
         )
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
-        """Returns the observation of a resource from the caches, or None if the resource is gone.
+        """Observes a resource from the caches. Returns None if the resource is gone.
+
+        Also deletes pods that an earlier resource of the same name left on lost nodes, forgets a resource
+        that is gone, and reports the status to the callbacks.
 
         Raises:
             ApiError: the cached copy is known to be old, and the API server refused or did not answer.
@@ -183,11 +186,14 @@ class KubeCluster:
         return self._cluster_state.other_cache_users(resource.key, claim) if claim else None
 
     async def _confirm_cleanup(self, key: ResourceKey, pod: PodRecord) -> bool:
-        """Reports whether a fetch pod's list of commits in use is complete. If so, records the confirmation.
+        """Lets a fetch pod remove old commits from the model cache, if its list of used commits is complete.
 
-        A broken watch may stay unnoticed for more than a minute, so the cache may lack a new resource. So
-        this method lists the namespace's resources from the API server first, unless the cache already shows
-        that the pod's list is incomplete.
+        The pod removes each old commit that its list lacks, so a gap in the list would break a resource. A
+        broken watch may stay unnoticed for more than a minute. So this method first lists the namespace's
+        resources from the API server. It sends no request if the operator's cache already shows a gap.
+
+        Returns:
+            Whether the pod may remove commits.
         """
         if not self._is_list_complete(key, pod):
             return False
@@ -203,8 +209,8 @@ class KubeCluster:
                 error,
             )
             return False
-        # From here on, nothing awaits. So if the watch reports a new resource later, the decision about that
-        # resource knows the confirmation, and waits until the pod has removed commits.
+        # Nothing awaits between this check and the confirmation, so no new resource can appear between them.
+        # A resource that the watch reports later waits until the pod has removed commits.
         is_complete = self._is_list_complete(key, pod)
         if is_complete:
             self._confirmed.add(pod.view.uid)

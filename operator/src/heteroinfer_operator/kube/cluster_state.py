@@ -320,7 +320,7 @@ class ClusterState:
         """Makes the caches of a namespace, or all caches, list again, because they may be wrong."""
         for cache in self.awaited_caches():
             if namespace in (None, cache.collection.namespace):
-                cache.relist()
+                cache.request_relist()
 
     async def run(self) -> None:
         """Runs all caches until cancelled."""

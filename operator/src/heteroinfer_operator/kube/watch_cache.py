@@ -246,10 +246,12 @@ class WatchCache(Generic[T]):
         while True:
             started = time.monotonic()
             try:
+                # The last attempt failed, perhaps because etcd was restored from a backup. This cache's
+                # version may be newer than the backup. Then a watch from this version would send nothing.
                 if self._problem is not None and self._version:
                     await self._relist_if_restored()
-                # `relist()` clears the version, but an event or a list that was being processed at that time
-                # may have set it again. So `_must_relist` counts, too.
+                # `request_relist()` clears the version, but an event or a list that was being processed at
+                # that time may have set it again. So `_must_relist` counts, too.
                 while self._must_relist or not self._version:
                     await self._relist()
                 await self._watch()
@@ -274,7 +276,7 @@ class WatchCache(Generic[T]):
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
-    def relist(self) -> None:
+    def request_relist(self) -> None:
         """Ends the watch and lists again, because etcd may have been restored from a backup."""
         self._version, self._must_relist = "", True
         # The restored store may lack this process's writes. So the new list must replace them.
@@ -297,7 +299,7 @@ class WatchCache(Generic[T]):
                 "etcd. Listing again",
                 self.collection.label,
             )
-            self.relist()
+            self.request_relist()
 
     def _read_value(self, stored: _StoredObject) -> T | None:
         """Returns the value of an object; None if the object does not belong in this cache or is unreadable.

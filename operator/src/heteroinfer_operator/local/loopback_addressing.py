@@ -63,7 +63,7 @@ class LocalAddressing:
             )
         return self._addresses_by_epoch[key]
 
-    def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
+    def find_model_source(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
         """Returns the folder of the model on this machine, or how to fetch the model into its cache.
 
         Raises:

@@ -93,7 +93,7 @@ class Addressing(Protocol):
         """Returns the address of each pod, by pod index."""
         ...
 
-    def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
+    def find_model_source(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
         """Returns the place of the model in pods; raises PlanError if pods cannot reach the model."""
         ...
 
@@ -124,7 +124,7 @@ class ClusterAddressing:
             for pod in plan.pods
         )
 
-    def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
+    def find_model_source(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
         """Returns the claim, image or host path that pods mount.
 
         Raises:

@@ -9,8 +9,9 @@ group may stay unready for long.
 
 Several groups share one budget, because Kubernetes evicts no pod that two budgets select. The API server
 subtracts an eviction from the budget before it answers, so two drains never end two groups. If only one group
-serves, its pods are not evicted. Pods that are not Ready may be evicted at any time, even in the middle of a
-start: they serve no clients, and the budget still protects the Ready pods of the other groups. Source:
+serves, its pods are not evicted. With several groups, pods that are not Ready may be evicted at any time,
+even in the middle of a start: they serve no clients, and the budget still protects the Ready pods of the
+other groups. Source:
 `pkg/registry/core/pod/storage/eviction.go@v1.36.3`: with `AlwaysAllow` the eviction of a pod that is not
 Ready neither checks nor changes the budget.
 """

@@ -290,15 +290,16 @@ def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Cal
     problems: list[str] = []
     for key, text in sorted(data.items()):
         is_network = key.removesuffix(SUFFIX).endswith(_OF_NETWORKS)
+        subject = "this network" if is_network else "these nodes"
         writer = _read_version(text, is_network=is_network)
         if writer not in ("", version):
             problems.append(
                 f"{key}: ignored, because HeteroInfer {writer} measured these rates and the operator has "
-                f"version {version}. Plans use default rates for these nodes until the chart's Job of "
-                f"version {version} measures them. Upgrade the release to {version}, or read the Job's log"
+                f"version {version}. Plans use default rates until the calibration Job of version {version} "
+                f"has measured {subject} again. If this Job does not exist, upgrade the Helm release to "
+                f"chart {version}. If the Job failed, read its log"
             )
             continue
-        subject = "this network" if is_network else "these nodes"
         entry: MeasuredKind | MeasuredNetwork
         try:
             entry = (MeasuredNetwork if is_network else MeasuredKind).from_entry(key, text)

@@ -138,7 +138,7 @@ def _search_with_values(
                 nodes_of_kind = _nodes_with_values(series, values, nodes_of_kind)
         limited_kinds.append(EqualPods(demand=kind.demand, pods=kind.pods, free_nodes=nodes_of_kind))
     kind_of = {pod: index for index, kind in enumerate(kinds) for pod in kind.pods}
-    limited_kinds.sort(key=_sort_key_of_hard_kinds, reverse=True)
+    limited_kinds.sort(key=_hardness, reverse=True)
     search = _Search(demands=demands, kinds=limited_kinds, terms=terms, kind_of=kind_of, tries_left=max_tries)
     found = search.run()
     if found is not None or search.tries_left >= 0:  # found nodes, or proved that there are none
@@ -168,7 +168,7 @@ def preference(
     return (*first, *fullness)
 
 
-def _sort_key_of_hard_kinds(kind: EqualPods) -> tuple[float, ...]:
+def _hardness(kind: EqualPods) -> tuple[float, ...]:
     """Returns the sort key of a kind of pods. Kinds that are hard to place have larger keys.
 
     Pods with devices are the hardest, then pods whose requests are a large share of the largest free amount

@@ -60,8 +60,8 @@ def choose_engine_settings(
         model_path: path at which the ranks find the model.
 
     Raises:
-        PlanError: engine.args has an argument that is not supported or that only the plan may set, or the
-            model does not support a setting.
+        PlanError: engine.args has an argument that HeteroInfer does not support or that only HeteroInfer may
+            set, or the model does not support a setting.
     """
     for refused in refused_arguments(spec.engine.args):
         raise refused

@@ -17,24 +17,25 @@ def gpu_memory_mib(
 ) -> dict[int, int]:
     """Returns the minimum memory in MiB that a pod's GPU must have, by pod index.
 
-    The scheduler may choose another node than the plan, and the plan's weights and KV cache must fit on the
-    GPUs of that node, too. The result contains only pods whose GPUs have a memory label.
+    The scheduler may choose another node than the plan. The plan's weights and KV cache must fit on the GPUs
+    of that node, too. The result contains only pods whose GPUs have a memory label.
 
     Args:
-        labelled: memory of a labelled GPU in bytes, by role.
-        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown. Ignored for a plan
-            of an earlier version that leaves less than this memory on such a GPU.
+        labelled: memory of the largest labelled GPU in bytes, by role.
+        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown.
     """
     labelled_roles = {
         role.name for role in spec.roles if role.device_memory is None and role.name in labelled
     }
 
     def least_bytes(rank: RankAssignment) -> int:
-        """Returns the minimum memory of a GPU on which the rank's weights and KV cache fit, in bytes."""
+        """Returns the minimum memory of a GPU on which the rank fits, in bytes."""
         without_floor = ceil(_planned_bytes(plan, rank) / GPU_USABLE)
         with_floor = _needed_gpu_bytes(plan, rank, gpu_floor)
-        is_floor_planned = with_floor <= labelled[rank.role]  # not in plans of some earlier versions
-        return max(without_floor, with_floor) if is_floor_planned else without_floor
+        # Some earlier versions planned without the floor. Such a plan may need more than the largest GPU of
+        # its role has. Then a minimum with the floor would exclude all nodes.
+        was_planned_with_floor = with_floor <= labelled[rank.role]
+        return max(without_floor, with_floor) if was_planned_with_floor else without_floor
 
     return {
         pod.index: max(ceil(least_bytes(rank) / 2**20) for rank in pod.ranks if rank.device is Device.GPU)

@@ -286,18 +286,20 @@ def _serves_the_same(planned: Planned, reference: Planned) -> bool:
 def assign_existing_plan(
     spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity, gpu_floor: GpuFloor | None
 ) -> tuple[NodeAssignment, str]:
-    """Returns a node for each pod of an existing plan, and takes the pods' capacity from the nodes.
+    """Assigns a node to each pod of an existing plan, and takes the pods' capacity from these nodes.
 
-    Chooses nodes farther from the resource's other groups if the plan fits the GPUs there, too.
+    Prefers nodes that are far from the resource's other groups, if their GPUs are large enough for the plan.
 
     Args:
         gpu_floor: memory that the plan's GPUs need besides weights and KV cache; None if unknown.
 
     Returns:
-        The nodes, and the missing capacity that the pods will wait for once they exist, or "".
+        The nodes, and "". If capacity is missing and `capacity.pods_may_wait`, no nodes and the missing
+        capacity: the operator creates the pods, and they wait in the scheduler.
 
     Raises:
-        Shortage: the pods do not fit now; the message names the missing capacity of each node.
+        Shortage: capacity is missing, and the operator must not create the pods yet. The message names the
+            missing capacity of each node.
         PlanError: the plan has a role that the spec lacks.
     """
     roles, free_nodes = {role.name: role for role in spec.roles}, capacity.free_nodes

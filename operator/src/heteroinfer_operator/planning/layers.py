@@ -353,7 +353,7 @@ def _build_missing_layers_error(
 def _build_stage_too_small_error(
     stage: StageBudget, index: int, layers: tuple[int, int], sizes: Sizes
 ) -> PlanError:
-    """Returns the error of a stage that cannot hold the fewest layers that it may have.
+    """Returns the error of a stage that cannot hold its minimum number of layers.
 
     Args:
         index: index of the stage.
@@ -366,11 +366,12 @@ def _build_stage_too_small_error(
     fits_while_loading = sizes.loading_bytes(*span) + rank.table_bytes <= rank_bytes
     or_shorter = _OR_SHORTER if fits_while_loading else ""
     besides_layers = _PACKED_COPY if sizes.loading_exceeds_serving(*span) else _describe_cache(sizes)
-    subject = "One layer needs" if count == 1 else f"{count} layers, the fewest of this stage, need"
+    needs = "one layer, which needs" if count == 1 else f"{count} layers, which need"
     return PlanError(
         f"stage {index} (role {rank.role}): {format_bytes(needed_bytes - rank_bytes)} of memory is missing. "
-        f"{subject} {format_bytes(needed_bytes)} with embedding or head and {besides_layers}. A rank has "
-        f"{format_bytes(rank_bytes)}. {_RAISE_MEMORY[rank.device]}{or_shorter}",
+        f"The stage must have at least {needs} {format_bytes(needed_bytes)}, including {besides_layers} "
+        f"and the embedding or head. A rank has {format_bytes(rank_bytes)}. "
+        f"{_RAISE_MEMORY[rank.device]}{or_shorter}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 

@@ -193,7 +193,9 @@ class Sizes:
         unquantized_ratio = scale * online_quantization_ratio(engine.extra_args, element_bytes)
         layer_bytes = [
             unquantized_bytes * unquantized_ratio + (size - unquantized_bytes)
-            for size, unquantized_bytes in zip(profile.layer_bytes, plain_bytes(profile), strict=True)
+            for size, unquantized_bytes in zip(
+                profile.layer_bytes, unquantized_layer_bytes(profile), strict=True
+            )
         ]
         packing_copies = (packing_copy_bytes(profile, kind, scale) / tensor for kind in profile.layers)
         return cls(
@@ -304,12 +306,13 @@ class Sizes:
         return ceil(size * self.scale / self.tensor)
 
 
-def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:
-    """Returns the bytes of each layer's unquantized weights in the checkpoint."""
+def unquantized_layer_bytes(profile: ModelProfile) -> tuple[int, ...]:
+    """Returns the bytes of each layer's weights that the checkpoint stores unquantized."""
     if not profile.quantization:
         return profile.layer_bytes
     if not profile.kinds:  # profiles of version 0.1.0 lack them; all weights count as quantized
         return (0,) * profile.num_layers
+    # `quantized_bytes` does not include the routed experts, so they are subtracted separately.
     return tuple(
         size - kind.quantized_bytes - (kind.routed_bytes if kind.experts_quantized else 0)
         for size, kind in zip(profile.layer_bytes, profile.layers, strict=True)

@@ -133,29 +133,32 @@ def describe_networks(plan: Plan, rates: Sequence[Rates]) -> dict[str, str]:
 def find_sizes(
     plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile
 ) -> tuple[Sizes, FeedForwardPart | None] | None:
-    """Returns the sizes that the planner used for a plan; None if the plan is not of this spec and model.
+    """Computes again the memory sizes with which the planner made a stored plan.
 
     Returns:
-        The sizes of a rank in a stage, and the part of the model that feed-forward ranks compute.
+        The sizes of the layers and the KV cache on one rank of a stage, and the part of the model that
+        feed-forward ranks compute (None without such ranks). Returns None if the plan does not match: it has
+        a role that the spec lacks, a layer that the model lacks, or other feed-forward layers.
     """
     roles = {role.name: role for role in spec.roles}
     if any(rank.role not in roles for rank in plan.ranks):
         return None
     if max(rank.end_layer for rank in plan.ranks) > profile.num_layers:
         return None
-    has_remote = any(rank.feed_forward is not None for rank in plan.ranks)
-    remote = _find_feed_forward_part(plan, spec, profile) if has_remote else None
-    if has_remote and remote is None:
-        return None
-    stage_profile = profile if remote is None else remote.remaining
+    feed_forward_part = None
+    if any(rank.feed_forward is not None for rank in plan.ranks):
+        feed_forward_part = _find_feed_forward_part(plan, spec, profile)
+        if feed_forward_part is None:
+            return None
+    stage_profile = profile if feed_forward_part is None else feed_forward_part.remaining
     sizes = Sizes.for_settings(
         stage_profile,
         plan.engine,
         plan.tensor_parallel_size,
         batches=plan.batches_at_once,
-        ring=None if remote is None else remote.ring,
+        ring=None if feed_forward_part is None else feed_forward_part.ring,
     )
-    return sizes, remote
+    return sizes, feed_forward_part
 
 
 def _find_feed_forward_part(

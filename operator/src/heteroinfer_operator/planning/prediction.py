@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final, TypeAlias
 
-from heteroinfer_contract.model import LayerKind
+from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.plan import Device, EngineSettings, Plan, RankAssignment
 from heteroinfer_operator.planning.collectives import collectives_s, eager_launch_s
 from heteroinfer_operator.planning.kv_cache import state_bytes, token_bytes
-from heteroinfer_operator.planning.memory import Sizes, plain_bytes
+from heteroinfer_operator.planning.memory import Sizes, unquantized_layer_bytes
 from heteroinfer_operator.planning.rates import (
     CPU_DEFAULTS_ERROR,
     GPU_ERROR,
@@ -220,7 +220,9 @@ def count_reads(
     plain, quantized, experts, head = WeightReads(), WeightReads(), WeightReads(), WeightReads()
     cache = attention = 0.0
     tokens = load.requests * load.tokens
-    for index, plain_size in zip(range(first, end), plain_bytes(sizes.profile)[first:end], strict=True):
+    for index, plain_size in zip(
+        range(first, end), unquantized_layer_bytes(sizes.profile)[first:end], strict=True
+    ):
         kind = sizes.profile.layer(index)
         # The classes of weights have the same proportions on this rank as in the checkpoint.
         rank_share = sizes.layer_bytes[index] / max(sizes.profile.layer_bytes[index], 1)
@@ -271,9 +273,9 @@ def _bytes_per_weight(sizes: Sizes, kind: LayerKind) -> float:
 def _attention_operations(sizes: Sizes, kind: LayerKind, tokens: int, context: int) -> float:
     """Returns the multiplications and additions of one rank for attention in a layer.
 
-    Each compared element needs a multiplication and an addition for its key, and both again for its value.
+    Each element of a key needs a multiplication and an addition, and so does each element of a value.
     """
-    return 4 * tokens * _num_attended_tokens(kind, context) * _compared_elements(sizes, kind) / sizes.tensor
+    return 4 * tokens * _num_attended_tokens(kind, context) * _key_elements(sizes, kind) / sizes.tensor
 
 
 def _num_attended_tokens(kind: LayerKind, context: int) -> int:
@@ -283,13 +285,15 @@ def _num_attended_tokens(kind: LayerKind, context: int) -> int:
     return context if kind.kv_heads else 0
 
 
-def _compared_elements(sizes: Sizes, kind: LayerKind) -> int:
-    """Returns the elements that all query heads together compare for each earlier token.
+def _key_elements(sizes: Sizes, kind: LayerKind) -> int:
+    """Returns the elements of an earlier token's key that a layer multiplies with queries, over all heads.
 
-    A query is compared with a key, which is half of `kv_width`. A latent (one KV head) is a key as a whole.
+    A latent is key and value at the same time. In all other layers, the key is half of `kv_width`.
     """
-    heads = sizes.profile.num_attention_heads
-    return heads * (kind.kv_width if kind.kv_heads == 1 else kind.kv_width // 2)
+    # Latents have one KV head. So has multi-query attention, which caches a key and a value.
+    may_have_latents = kind.attention in (AttentionKind.LATENT, AttentionKind.SPARSE)
+    has_latents = may_have_latents and kind.kv_heads == 1
+    return sizes.profile.num_attention_heads * (kind.kv_width if has_latents else kind.kv_width // 2)
 
 
 def _cached_bytes(kind: LayerKind, context: int, engine: EngineSettings, tensor: int) -> float:

@@ -53,7 +53,7 @@ UNSCHEDULABLE: Final = "Unschedulable"
 _MAX_NAMED: Final = 3
 """Largest number of pods that a message lists by name."""
 _MAX_ANSWERS: Final = 2000
-"""Number of cached results of `_find_plan_problem`, one for each spec and model, a few KB each."""
+"""Number of cached results of `_find_cached_plan_problem`, one for each spec and model, a few KB each."""
 CAPACITY_REASONS: Final = frozenset({Shortage.reason, PlanReason.INSUFFICIENT_CAPACITY.value, UNSCHEDULABLE})
 """Reasons of missing capacity."""
 
@@ -211,11 +211,14 @@ class GroupPlanner:
         """Returns why no plan is possible even with unlimited capacity, or None."""
         try:
             request = self._known_request()
-            self._choose_gang(request.spec)
+            self._choose_gang(
+                request.spec
+            )  # raises PlanError if the cluster lacks the required gang scheduler
         except PlanError as problem:
             return problem
+        # The answer is cached by its arguments, so the spec must be hashable: its JSON text.
         spec_text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
-        message_and_reason = _find_plan_problem(
+        message_and_reason = _find_cached_plan_problem(
             spec_text, request.profile, request.served_name, request.model_path
         )
         if message_and_reason is None:
@@ -306,7 +309,7 @@ def _labels_of_role_nodes(
 
 
 @lru_cache(maxsize=_MAX_ANSWERS)
-def _find_plan_problem(
+def _find_cached_plan_problem(
     spec_text: str, profile: ModelProfile, served_name: str, model_path: str
 ) -> tuple[str, str] | None:
     """Returns message and reason of the error that prevents a plan with unlimited capacity, or None.

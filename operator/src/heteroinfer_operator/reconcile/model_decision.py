@@ -103,12 +103,12 @@ class ModelDecision:
     """State of the model, and the actions by which a pod fetches or inspects the model.
 
     Attributes:
-        holds: whether the model is ready; None while a model pod works.
+        is_ready: status of the condition ModelReady: True, False, or None (Unknown) while a model pod works.
         lost_labels_message: the labels that the model pod has lost, and the fix, or "".
     """
 
     status: ModelStatus
-    holds: bool | None
+    is_ready: bool | None
     reason: str
     message: str = ""
     profile: ModelProfile | None = None
@@ -147,7 +147,7 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
     if profile is not None:
         return ModelDecision(
             status=last_status,
-            holds=True,
+            is_ready=True,
             reason=_PROFILE_READ,
             message=_describe_profile(profile),
             profile=profile,
@@ -155,7 +155,7 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
         )
     if context.spec.suspend:
         return ModelDecision(
-            status=last_status, holds=None, reason="Suspended", deletes=_build_deletes(context, pods)
+            status=last_status, is_ready=None, reason="Suspended", deletes=_build_deletes(context, pods)
         )
     if any(not pod.ended for pod in other_pods):
         context = replace(context, progress=None)  # the progress may belong to another model
@@ -179,7 +179,7 @@ def _decide_during_cleanup(
     """
     return ModelDecision(
         status=stored,
-        holds=None,
+        is_ready=None,
         reason="CacheCleaning",
         message=f"waiting at most {CONFIRMED_S:.0f} s, because pod {pod.name} may now remove old "
         "commits from a claim that this resource mounts",
@@ -269,9 +269,10 @@ def _check_model_pod(context: ModelContext, stored: ModelStatus, pod: PodView) -
 
 
 def _decide_in_progress(context: ModelContext, stored: ModelStatus, wait_message: str) -> ModelDecision:
-    """Returns the decision while a pod fetches or inspects the model, or is about to.
+    """Returns the decision while a pod fetches or inspects the model, or will soon do so.
 
-    The status keeps an earlier failure until the pod makes progress.
+    After a failure, ModelReady stays False with the reason of the failure, until the pod has more bytes than
+    before. Without a failure, ModelReady is Unknown, and its message shows the progress.
     """
     status, progress = _with_running_phase(context, stored), context.progress
     if progress is not None and progress.total_bytes:
@@ -280,13 +281,15 @@ def _decide_in_progress(context: ModelContext, stored: ModelStatus, wait_message
             status = status.changed(failures=None, reason=None, message=None)
         status = status.changed(bytes_done=done_bytes, bytes_total=progress.total_bytes)
     if status.reason is not None:
-        return ModelDecision(status=status, holds=False, reason=status.reason, message=status.message or "")
+        return ModelDecision(
+            status=status, is_ready=False, reason=status.reason, message=status.message or ""
+        )
     message = f"{'fetching' if context.fetches else 'reading'} {context.uri}{_describe_progress(status)}"
     for detail in (wait_message, progress.message if progress is not None else ""):
         if detail:
             message += f": {detail}"
     reason = "Fetching" if context.fetches else "Inspecting"
-    return ModelDecision(status=status, holds=None, reason=reason, message=message)
+    return ModelDecision(status=status, is_ready=None, reason=reason, message=message)
 
 
 def _with_running_phase(context: ModelContext, stored: ModelStatus) -> ModelStatus:
@@ -302,7 +305,7 @@ def _round_to_steps(progress: FetchProgress) -> int:
     finished_steps = min(
         progress.done_bytes * _NUM_PROGRESS_STEPS // progress.total_bytes, _NUM_PROGRESS_STEPS
     )
-    # -(-a // b) rounds up to a whole byte. Rounded down, the bytes would be fewer than those of the steps.
+    # -(-a // b) rounds up. If the bytes were rounded down, they would count as an earlier step.
     return -(-finished_steps * progress.total_bytes // _NUM_PROGRESS_STEPS)
 
 
@@ -330,7 +333,7 @@ def _decide_blocked(
         reason, message = "ModelPodWaits", str(waiting)
     return ModelDecision(
         status=_with_running_phase(context, stored),
-        holds=False,
+        is_ready=False,
         reason=reason,
         message=f"pod {pod.name} cannot start: {message or reason}"[:MAX_TEXT],
     )
@@ -392,7 +395,7 @@ def _decide_profile_read(
     )
     return ModelDecision(
         status=status,
-        holds=True,
+        is_ready=True,
         reason=_PROFILE_READ,
         message=_describe_profile(profile),
         profile=profile,
@@ -440,7 +443,7 @@ def _decide_failed(
             message=message[:MAX_TEXT],
             failures=(next_count(failures) if is_retry_due else failures) or None,
         ),
-        holds=False,
+        is_ready=False,
         reason=reason,
         message=message,
         deletes=_build_deletes(context, [pod]) if is_retry_due else (),

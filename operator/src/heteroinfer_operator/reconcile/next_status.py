@@ -82,7 +82,7 @@ def build_next_status(
     )
     num_ready = len(facts.serving)
     next_conditions = (
-        facts.build(ConditionType.MODEL_READY, model.holds, model.reason, model.message),
+        facts.build(ConditionType.MODEL_READY, model.is_ready, model.reason, model.message),
         *conditions.build_life_conditions(facts),
         *conditions.build_plan_conditions(facts),
     )

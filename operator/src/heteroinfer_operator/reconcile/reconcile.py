@@ -265,12 +265,12 @@ def _decide_model(
         return replace(
             decision,
             creates=(),
-            holds=False,
+            is_ready=False,
             reason="ImageVolumesNotSupported",
             message=image_nodes.problem,
             look_again_s=_CHECK_SHORTAGE_EVERY_S,
         )
-    has_progress = decision.holds or decision.status.bytes_total
+    has_progress = decision.is_ready or decision.status.bytes_total
     isolation = _build_isolation(observation, options)
     if isolation is None or not context.fetches or has_progress:
         return decision
@@ -319,12 +319,14 @@ def _keep_model_decision(status: HeteroInferenceStatus, target: Target) -> Model
     last_status = status.model or ModelStatus()
     is_model_refused = target.source is None and not isinstance(problem, SpecError)
     if problem is not None and is_model_refused:
-        return ModelDecision(status=last_status, holds=False, reason=problem.reason, message=problem.message)
+        return ModelDecision(
+            status=last_status, is_ready=False, reason=problem.reason, message=problem.message
+        )
     if last_condition is None:
-        return ModelDecision(status=last_status, holds=None, reason="SpecRefused")
-    holds = {ConditionStatus.TRUE: True, ConditionStatus.FALSE: False}.get(last_condition.status)
+        return ModelDecision(status=last_status, is_ready=None, reason="SpecRefused")
+    is_ready = {ConditionStatus.TRUE: True, ConditionStatus.FALSE: False}.get(last_condition.status)
     return ModelDecision(
-        status=last_status, holds=holds, reason=last_condition.reason, message=last_condition.message
+        status=last_status, is_ready=is_ready, reason=last_condition.reason, message=last_condition.message
     )
 
 

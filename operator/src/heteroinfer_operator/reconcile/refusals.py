@@ -329,7 +329,11 @@ class ActionPermits:
         return False
 
     def _block(self, action: Write) -> None:
-        """Blocks later actions with the scopes of this action; a failed status write blocks all creates."""
+        """Blocks the later actions that depend on an action that failed.
+
+        A failed create or update blocks its scopes. A failed status write blocks all creates, and the deletes
+        that must follow the status.
+        """
         match action:
             case CreateObject() | ApplyObject():
                 self._blocked |= action.scopes

@@ -102,7 +102,7 @@ def find_target(
     source = None
     refusal: HeteroInferError | None = spec_error or options.allowed.find_forbidden(spec)
     try:
-        source = options.addressing.model(spec, owner)
+        source = options.addressing.find_model_source(spec, owner)
     except PlanError as error:
         refusal = refusal or error  # the first error is reported
     return Target(name=name, spec=spec, source=source, refusal=refusal)
@@ -249,7 +249,7 @@ def find_revisions(
         )
     for record in recorded:
         try:
-            source = options.addressing.model(record.spec, owner)
+            source = options.addressing.find_model_source(record.spec, owner)
         except PlanError:
             continue  # the installation no longer allows this model
         stored = Revision(

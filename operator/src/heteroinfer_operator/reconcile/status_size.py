@@ -32,12 +32,15 @@ _QUOTES_AND_COMMA: Final = 3
 
 
 def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
-    """Drops details of the last groups, and messages of the oldest failures, until the groups fit.
+    """Shortens the status of the groups until it fits into the groups' share of the status.
 
-    Details are nodes, times, locked memory and transports of ranks. Each kind is dropped for whole groups.
+    First drops locked memory and transports of ranks, then nodes and times of ranks. Both begin with the last
+    group, and a group loses the values of all its ranks. The messages of failures have their own limit; the
+    oldest messages are dropped first.
     """
     required_bytes = sum(_required_rank_bytes(rank) for group in groups for rank in group.members)
     free_bytes = TABLES_BYTES - required_bytes
+    # Nodes and times get their bytes first. Locked memory and transports get the bytes that are left.
     fitted = []
     for group in groups:
         detail_bytes = sum(_DETAIL_BYTES + _json_bytes(rank.node or "") for rank in group.members)

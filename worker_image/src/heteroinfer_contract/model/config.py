@@ -112,17 +112,15 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     nested = _nested_text_config(whole)
     text_part = whole if nested is None else nested
     defaults = DEFAULTS.get(str(text_part.get("model_type") or _type_of_nested_config(whole)), {})
-    parts = [
-        _under_usual_names(text_part[key]) for key in _PART_KEYS if isinstance(text_part.get(key), Mapping)
-    ]
+    parts = [_rename_aliases(text_part[key]) for key in _PART_KEYS if isinstance(text_part.get(key), Mapping)]
     nested_fields = {name: value for part in parts for name, value in part.items()}
     # A default applies only if the field is missing under all its names. A field with null is not missing:
     # `"sliding_window": null` means no sliding window.
-    text = {**defaults, **whole, **text_part, **nested_fields, **_under_usual_names(text_part)}
+    text = {**defaults, **whole, **text_part, **nested_fields, **_rename_aliases(text_part)}
     text["architectures"] = config.get("architectures") or text.get("architectures")
     # vLLM looks for the type in this order (model_arch_config_convertor.py::get_torch_dtype@v0.32.0).
     text["dtype"] = _first_dtype(whole, nested, whole.get("vision_config"), whole.get("encoder_config"))
-    text |= _under_usual_names(text)
+    text |= _rename_aliases(text)
     text |= _special_fields(text)
     text["max_position_embeddings"] = _max_sequence_tokens(text)
     # Some configs have a list with equal entries, one for each layer.
@@ -132,13 +130,17 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in text.items() if value is not None}
 
 
-def _under_usual_names(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that `text` has under other names only, by transformers' usual names."""
+def _rename_aliases(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Renames fields to transformers' usual names; leaves out fields that already have the usual name.
+
+    For example, `n_embd` becomes `hidden_size` if `text` has no `hidden_size`. If `text` has several aliases
+    of a field, the first alias in _ALIASES counts.
+    """
     given = {name: value for name, value in text.items() if value is not None}
     return {
-        name: next(given[other] for other in others if other in given)
-        for name, others in _ALIASES.items()
-        if name not in given and not given.keys().isdisjoint(others)
+        usual_name: next(given[alias] for alias in aliases if alias in given)
+        for usual_name, aliases in _ALIASES.items()
+        if usual_name not in given and not given.keys().isdisjoint(aliases)
     }
 
 

@@ -229,9 +229,9 @@ _ONE_GROUP: Final = ("HYV3", "Lfm2Moe", "Pangu")
 
 
 def has_limited_experts(text: Mapping[str, Any]) -> bool:
-    """Reports whether a config limits the experts' gates and ups in some layers.
+    """Reports whether a config clamps the outputs of the experts' gate and up projections in some layers.
 
-    GPT-OSS's single `swiglu_limit` does not count: it belongs to the activation. Source:
+    GPT-OSS's single `swiglu_limit` does not count, because the activation applies it to all layers. Source:
     vllm/model_executor/models/exaone_moe.py, step3p5.py, bailing_moe_v3.py@v0.32.0.
     """
     values = (text.get(key) for key in _LIMIT_KEYS)

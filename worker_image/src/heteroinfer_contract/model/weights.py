@@ -52,11 +52,11 @@ _EXPERT_NUMBER: Final = re.compile(r"\.experts\.(\d+)\.")
 _DIMS_OF_ALL_EXPERTS: Final = 3
 _DIMS_OF_TABLE: Final = 2
 _ALL_DOWN: Final = re.compile(r"\.experts\.down_proj(?:\.weight)?$")
-_GATES_TOGETHER: Final = re.compile(r"\.experts\.(?:\d+\.)?gate_up_proj(?:\.|$)")
+_GATE_UP_OF_EXPERTS: Final = re.compile(r"\.experts\.(?:\d+\.)?gate_up_proj(?:\.|$)")
 _MLP: Final = re.compile(r"\.(?:mlp|feed_forward)\.(?:gate|up|down|gate_up)_proj\.|\.feed_forward\.w[123]\.")
 """Tensors of a dense feed-forward part; a mixture's tensors have `experts` or `shared` in the name."""
-_GATE_OR_UP: Final = frozenset({"gate_proj", "up_proj", "w1", "w3"})
-_GATE_AND_UP: Final = frozenset({"gate_up_proj", "input_linear"})
+_SEPARATE_GATE_UP: Final = frozenset({"gate_proj", "up_proj", "w1", "w3"})
+_JOINED_GATE_UP: Final = frozenset({"gate_up_proj", "input_linear"})
 """Tensors with the columns of gate and up."""
 _OF_COLUMNS: Final = {"weight": -2, "weight_packed": -2, "scales": -1, "gate_up_proj_blocks": 1}
 """Tensor of a gate or up projection -> dimension of the intermediate columns, which is never packed."""
@@ -162,7 +162,9 @@ def is_expert_input(tensor: Tensor) -> bool:
     """Reports whether a tensor is the gate or up projection of one routed expert."""
     name_parts = set(tensor.name.split("."))
     return (
-        bool(_EXPERT_NUMBER.search(tensor.name)) and bool(name_parts & _GATE_OR_UP) and "weight" in name_parts
+        bool(_EXPERT_NUMBER.search(tensor.name))
+        and bool(name_parts & _SEPARATE_GATE_UP)
+        and "weight" in name_parts
     )
 
 
@@ -261,7 +263,7 @@ def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
         layer.routed += size
         layer.routed_quantized += size if tensor.is_quantized else 0
         layer.numbered.update(int(number) for number in _EXPERT_NUMBER.findall(tensor.name))
-        layer.gates_together |= bool(_GATES_TOGETHER.search(tensor.name))
+        layer.gates_together |= bool(_GATE_UP_OF_EXPERTS.search(tensor.name))
         layer.routed_columns = layer.routed_columns or _columns(tensor)
         layer.routed_down = tensor.shape if _ALL_DOWN.search(tensor.name) else layer.routed_down
     elif tensor.is_quantized:
@@ -269,14 +271,18 @@ def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
 
 
 def _columns(tensor: Tensor) -> int:
-    """Returns the number of intermediate columns in a tensor of an expert or MLP; 0 if it has none."""
+    """Returns the number of intermediate columns, read from a gate or up tensor of an expert or MLP.
+
+    Returns 0 for other tensors, and for a tensor `gate_up_proj` of experts, because its name does not show
+    which dimension has the columns.
+    """
     *path, leaf = tensor.name.split(".")
     dim = _OF_COLUMNS.get(leaf)
     if dim is None or len(tensor.shape) < 2:
         return 0
-    if _GATES_TOGETHER.search(tensor.name):  # `LayerBytes.columns` reads the down projection instead
+    if _GATE_UP_OF_EXPERTS.search(tensor.name):  # `LayerBytes.columns` reads the down projection instead
         return 0
     # A tensor of gate and up has twice the columns.
-    if leaf == "gate_up_proj_blocks" or _GATE_AND_UP & set(path):
+    if leaf == "gate_up_proj_blocks" or _JOINED_GATE_UP & set(path):
         return tensor.shape[dim] // 2
-    return tensor.shape[dim] if _GATE_OR_UP & set(path) else 0
+    return tensor.shape[dim] if _SEPARATE_GATE_UP & set(path) else 0

@@ -1,6 +1,6 @@
 """Sends asks of a CPU rank through the slab, and watches the lanes of any asking rank. Imports torch.
 
-`cuda_exchange` sends the asks of a GPU. A GPU rank also uses this module's start and its `Watch`.
+`cuda_exchange` sends the asks of a GPU. A GPU rank also uses this module's start and its `FeedForwardWatch`.
 """
 
 import ctypes
@@ -257,11 +257,11 @@ def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
         )
 
 
-class Watch:
-    """A thread that finds the lane whose answer a GPU misses.
+class FeedForwardWatch:
+    """A thread that ends this rank if a feed-forward rank does not answer the GPU in time.
 
-    The GPU itself waits for answers, so without this thread no host thread would notice a feed-forward rank
-    that hangs.
+    The GPU itself waits for answers, so without this thread no code on the host would notice a feed-forward
+    rank that hangs. A lane is the place of one feed-forward rank in the slab.
     """
 
     def __init__(
@@ -275,7 +275,10 @@ class Watch:
         """Starts the thread.
 
         Args:
+            lanes: the feed-forward rank of each lane.
+            ready: each lane's report that its rank is ready to answer.
             fail: ends this rank with an error; does not return.
+            describe_ask: describes how far the last ask to a lane of another pod got; takes the lane.
         """
         self._slab, self._lanes, self._ready, self._fail = slab, lanes, ready, fail
         self._describe_ask = describe_ask

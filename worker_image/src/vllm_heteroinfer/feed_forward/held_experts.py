@@ -322,7 +322,7 @@ class _CodedFormatExperts:
         *,
         biased: bool,
     ) -> None:
-        """Reads this rank's part of each expert, and packs it in its own format."""
+        """Reads this rank's part of each expert, and packs the part without a change of its format."""
         self.count = part.experts.count
         w13 = _MatrixPacker(library, weights, self.count, w13=True, gated=activation.gated)
         w2 = _MatrixPacker(library, weights, self.count, w13=False, gated=activation.gated)
@@ -335,7 +335,8 @@ class _CodedFormatExperts:
         self.packed: Sequence[torch.Tensor] = [w13.part.packed, w2.part.packed]
         self.num_bytes = sum(each.nbytes for each in self.packed)
         self.method = f"{weights.name} ({', '.join(library.coded_paths)})"
-        # A GPU computes only gated experts without biases.
+        # A GPU may compute some of these experts in long prompts. Its kernels need gated experts without
+        # biases.
         self.matrices: Matrices | None = None
         if activation.gated and not biased:
             self.matrices = (_describe_part(w13.part), _describe_part(w2.part))
@@ -357,7 +358,8 @@ class _TorchExperts:
         w2, self._w2_biases = _read_all(weights, own_experts, w13=False, biased=biased)
         self._weights = (w13, w2)
         self.packed: Sequence[torch.Tensor] = self._weights
-        # A GPU computes only gated experts without biases.
+        # A GPU may compute some of these experts in long prompts. Its kernels need gated experts without
+        # biases.
         self.matrices: Matrices | None = None
         if activation.gated and not biased:
             self.matrices = (PackedMatrix.of(w13, None), PackedMatrix.of(w2, None))

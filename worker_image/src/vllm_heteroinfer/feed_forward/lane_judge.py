@@ -1,4 +1,4 @@
-"""Finds the feed-forward rank that blocks the asking rank. PURE: callers pass the slab's words and the time.
+"""Finds the feed-forward rank that blocks the asking rank. Pure: callers pass the slab's words and the time.
 
 A lane is the place of one feed-forward rank in the slab, with its asks and answers. For another pod, one lane
 stands for all feed-forward ranks of the pod.

@@ -1,4 +1,4 @@
-"""The recipe of a stage's experts and MLPs: the regions of files that fill their parameters. PURE.
+"""The recipe of a stage's experts and MLPs: the regions of files that fill their parameters. Pure.
 
 The rank with attention writes the recipe, because only that rank builds the model's class. Feed-forward ranks
 read the experts by the recipe and need neither the class, nor its configuration, nor the names of tensors.

@@ -1,4 +1,4 @@
-"""Interface of experts and MLPs that other ranks compute, while the asking rank builds its model. PURE."""
+"""Interface of experts and MLPs that other ranks compute, while the asking rank builds its model. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Divides the GPU's ring into slots, and chooses the slot for each copy of experts. PURE.
+"""Divides the GPU's ring into slots, and chooses the slot for each copy of experts. Pure.
 
 The ring is the part of the GPU's memory for copied experts. A slot has packed experts of one layer. Slots are
 used in turn.

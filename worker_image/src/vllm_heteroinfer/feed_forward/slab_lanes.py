@@ -1,4 +1,4 @@
-"""Lists the ranks behind the lanes of each slab of a group. PURE.
+"""Lists the ranks behind the lanes of each slab of a group. Pure.
 
 The asking rank's slab has a lane for each feed-forward rank of its own pod, and a lane for each other pod
 with feed-forward ranks. The first feed-forward rank of such a pod has a slab for all ranks of the pod.
@@ -33,7 +33,7 @@ def pod_lanes(plan: Plan, rank: RankAssignment) -> tuple[RankAssignment, ...]:
 def relayed_lanes(
     lanes: Sequence[RankAssignment], asking: RankAssignment
 ) -> tuple[tuple[int, RankAssignment], ...]:
-    """Returns number and rank of each lane that stands for another pod.
+    """Returns the index and the rank of each lane that stands for another pod.
 
     Args:
         lanes: rank of each lane of the slab of `asking`.

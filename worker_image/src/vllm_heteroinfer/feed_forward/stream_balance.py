@@ -1,4 +1,4 @@
-"""Chooses how many of a layer's experts the GPU computes while CPUs compute the others. PURE.
+"""Chooses how many of a layer's experts the GPU computes while CPUs compute the others. Pure.
 
 A step computes its layers one after the other. The gap is the time between a layer's answer and the next
 layer's ask; CPUs wait then, but copies to the GPU go on.

@@ -103,20 +103,22 @@ def clock_s() -> float:
 
 
 def remove_unused(
-    model_folder: Path, commit: str, cleanup: CacheCleanup, ask: Callable[[], float | None]
+    model_folder: Path, commit: str, cleanup: CacheCleanup, ask_operator: Callable[[], float | None]
 ) -> tuple[str, ...]:
     """Removes unused commits from a model's folder in a cache. Returns the removed commits.
 
-    A commit stays if a fetch confirmed it less than RECENT_S before the operator listed the used commits, or
-    later. The function first renames folders, then deletes them, so that no reader finds an incomplete
-    commit. It also deletes folders that an earlier call only renamed. If it cannot remove a folder, it logs
-    this and stops. It asks the operator only if there are commits to remove.
+    A commit stays if a fetch found it complete in the last RECENT_S before the operator listed the used
+    commits, or after that time. The function first renames folders, then deletes them, so that no reader
+    finds an incomplete commit. It also deletes folders that an earlier call only renamed. If it cannot remove
+    a folder, it logs this and stops.
 
     Args:
         model_folder: folder of all commits.
         commit: the commit to keep, because the calling fetch needs it.
         cleanup: lists the commits in use, and the number of newest commits that stay too, with `commit`.
-        ask: asks the operator, like `CleanupQuestion.ask`.
+        ask_operator: asks the operator whether its list is still complete. Called only if there are commits
+            to remove. Returns the time of `clock_s` until which folders may be renamed, or None without an
+            answer.
     """
     removed: list[str] = []
     try:
@@ -124,14 +126,14 @@ def remove_unused(
         unused = _find_unused(model_folder, commit, cleanup)
         if not unused:
             return ()
-        until_s = ask()
-        if until_s is None:
+        remove_until_s = ask_operator()
+        if remove_until_s is None:
             logger.info(
                 "the operator did not confirm the list of commits in use, so this fetch removes no commit"
             )
             return ()
-        for confirmed_s, folder in unused:
-            if _rename_for_removal(folder, confirmed_s, until_s):
+        for last_complete_s, folder in unused:
+            if _rename_for_removal(folder, last_complete_s, remove_until_s):
                 removed.append(folder.name)
         _delete_renamed(model_folder)
     except OSError as error:
@@ -149,9 +151,9 @@ def _find_unused(model_folder: Path, commit: str, cleanup: CacheCleanup) -> list
     With each folder comes the Unix time at which a fetch last found the commit complete.
     """
     return [
-        (confirmed_s, folder)
-        for confirmed_s, folder in _other_complete_commits(model_folder, commit, cleanup.keep)
-        if folder.name not in cleanup.in_use and confirmed_s < cleanup.listed_s - RECENT_S
+        (last_complete_s, folder)
+        for last_complete_s, folder in _other_complete_commits(model_folder, commit, cleanup.keep)
+        if folder.name not in cleanup.in_use and last_complete_s < cleanup.listed_s - RECENT_S
     ]
 
 
@@ -170,21 +172,21 @@ def _other_complete_commits(model_folder: Path, commit: str, keep: int) -> list[
     for folder in model_folder.iterdir():
         if folder.name == commit or not is_commit(folder.name) or folder.is_symlink():
             continue
-        confirmed_s = _confirmed_s(folder)
-        if confirmed_s is not None and read_marker(folder) is not None:
-            others.append((confirmed_s, folder))
+        last_complete_s = _last_complete_s(folder)
+        if last_complete_s is not None and read_marker(folder) is not None:
+            others.append((last_complete_s, folder))
     newest_first = sorted(others, key=lambda other: (other[0], other[1].name), reverse=True)
     return newest_first[keep - 1 :]
 
 
-def _rename_for_removal(folder: Path, confirmed_s: float, until_s: float) -> bool:
+def _rename_for_removal(folder: Path, last_complete_s: float, until_s: float) -> bool:
     """Renames the folder of a commit for removal.
 
-    The folder stays if the commit is locked, if a fetch has found it complete since `confirmed_s`, or if the
-    time is over.
+    The folder stays if the commit is locked, if a fetch has found it complete since `last_complete_s`, or if
+    the time is over.
 
     Args:
-        confirmed_s: time at which a fetch found the commit complete, before the operator was asked.
+        last_complete_s: time at which a fetch found the commit complete, before the operator was asked.
         until_s: time of `clock_s` after which the folder stays.
 
     Returns:
@@ -196,7 +198,7 @@ def _rename_for_removal(folder: Path, confirmed_s: float, until_s: float) -> boo
         return False
     try:
         is_locked = try_lock_file(descriptor) is False  # None on a file system without locks
-        if is_locked or _confirmed_s(folder) != confirmed_s or clock_s() >= until_s:
+        if is_locked or _last_complete_s(folder) != last_complete_s or clock_s() >= until_s:
             return False
         # Renaming is one step, so no fetch or rank ever finds an incomplete folder.
         folder.rename(folder.with_name(f"{_REMOVING}{folder.name}"))
@@ -205,7 +207,7 @@ def _rename_for_removal(folder: Path, confirmed_s: float, until_s: float) -> boo
     return True
 
 
-def _confirmed_s(folder: Path) -> float | None:
+def _last_complete_s(folder: Path) -> float | None:
     """Returns the Unix time at which a fetch last found a commit complete; None if the commit is gone."""
     try:
         return (folder / MARKER_FILE).stat().st_mtime

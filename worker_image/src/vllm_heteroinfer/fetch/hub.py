@@ -47,7 +47,7 @@ class HubModel:
         # huggingface_hub has no option for this size, and reads the constant at each fetch
         # (huggingface_hub/file_download.py::http_get@2.4.0).
         constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
-        # Content networks refuse to send a larger file in one answer. `fetch` requests such a file in parts.
+        # Content networks refuse to send a larger file in one answer. `fetch` uses range requests.
         self._max_answer_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
         self._hub = AskedHub(
             endpoint=constants.ENDPOINT,
@@ -109,7 +109,7 @@ class HubModel:
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
         """Downloads the rest of a file; bytes that `into` already holds are not requested again.
 
-        Requests a large file (`is_large`) in parts.
+        Downloads a large file (`is_large`) with HTTP range requests.
 
         Raises:
             FetchError: the file is not complete; `into` keeps the bytes that arrived.
@@ -130,11 +130,12 @@ class HubModel:
                 os.fsync(target.fileno())
 
     def _manual_download(self, file: FetchedFile) -> str:
-        """Returns the fix for a hub that does not send parts of a large file: fill a volume."""
+        """Returns the fix for a hub without HTTP range requests: download the model to a volume."""
         repository = self._hub.repository
         return (
-            f"{file.path} has {format_bytes(file.size_bytes)} and was requested in parts. If this hub "
-            f"does not send parts, fill a volume (hf download {repository} --local-dir DIR) and use pvc://CLAIM/PATH"
+            f"{file.path} ({format_bytes(file.size_bytes)}) is downloaded with HTTP range requests. If this "
+            "hub does not support them, download the model to a volume "
+            f"(hf download {repository} --local-dir DIR), and set model.uri: pvc://CLAIM/PATH"
         )
 
     def _fetch_until(self, commit: str, file: FetchedFile, target: BinaryIO, end_bytes: int) -> None:

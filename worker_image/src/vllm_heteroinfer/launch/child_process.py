@@ -255,7 +255,7 @@ async def kill_everything(children: Sequence[ChildProcess]) -> bool:
     alive: list[int] = []
     while True:
         try:
-            alive = _reap_ended(children)
+            alive = _kill_and_reap(children)
         except OSError as error:
             if error.errno not in _TOO_MANY_FILES:
                 raise
@@ -271,8 +271,12 @@ async def kill_everything(children: Sequence[ChildProcess]) -> bool:
         await asyncio.sleep(REAP_INTERVAL_S)
 
 
-def _reap_ended(children: Sequence[ChildProcess]) -> list[int]:
-    """Reaps all ended children. Returns the process ids of the direct children that have not ended."""
+def _kill_and_reap(children: Sequence[ChildProcess]) -> list[int]:
+    """Kills the given children again, and reaps every child process that has ended.
+
+    Also reaps the orphans that this process has adopted. Returns the process ids of the child processes that
+    have not ended.
+    """
     by_pid = {child.pid: child for child in children if child.started}
     alive = []
     for pid in child_pids():

@@ -56,7 +56,7 @@ class Commands:
     """The commands of a pod's processes. Tests replace them with small real processes.
 
     Attributes:
-        api_server: runs in the leader's pod only. If empty, the group has no API server of vLLM.
+        api_server: vLLM's API server, in the leader's pod only. If empty, the group has none.
         forks: whether the pod's other processes are forked from its first rank, which has already imported
             their libraries (pod/forking.py). Then each command must be a Python interpreter, `-m` and a
             module.
@@ -102,7 +102,7 @@ class PodProcesses:
         self._fork_client: ForkClient | None = None
         self._draining = False
         self._engine_pids: list[int] = []
-        self._engine_listed_at_s = -ENGINE_LIST_INTERVAL_S
+        self._engine_listed_at_s = -ENGINE_LIST_INTERVAL_S  # so that the first check lists
         self._engine_stop_clocks: dict[int, StopClock] = {}
 
     async def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:

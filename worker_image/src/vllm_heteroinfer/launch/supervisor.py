@@ -285,23 +285,27 @@ class Supervisor:
         self._was_ready = self._was_ready or view.ready
         self._processes.watch_engine(started=self._was_ready)
         busy_ranks, limit_s = view.busy_ranks(), self._settings.step_timeout_s
-        if not self._was_ready:
-            now_s = self._awake_s()
-            if self._start_clock.is_overdue(view, now_s):
-                self._conclude(
-                    self._startup_timeout_failure(view.message, pod=view.awaited_pod, rank=view.awaited_rank)
-                )
-            # The warm-up may take longer than a step. After the warm-up, all ranks are ready and vLLM's API
-            # server sends a first request of its own, in which a rank may be stuck. Only then does the limit
-            # of a step apply.
-            is_warming_up = not view.computes
-            if is_warming_up or self._start_clock.no_progress_s(now_s) <= limit_s:
-                return
+        if not self._was_ready and not self._check_start(view):
+            return
         failure = find_stuck_rank(busy_ranks, limit_s) or self._engine_clock.find_overdue()
         if failure is not None:
-            # This supervisor accuses a rank that is late in a step. The rank's own report would prove more.
+            # Only this supervisor noticed the late rank. `accused` gives this report less weight than a
+            # report of the rank itself.
             accused = failure.reason is FailureReason.STEP_TIMEOUT
             self._on_evidence(Evidence(failure=replace(failure, time=time.time()), accused=accused))
+
+    def _check_start(self, view: GroupView) -> bool:
+        """Ends an overdue start. Reports whether the time limit of a step already applies.
+
+        The warm-up may take longer than a step. After the warm-up, all ranks are ready and vLLM's API server
+        sends a first request of its own, in which a rank may be stuck. Only then does the limit apply.
+        """
+        now_s = self._awake_s()
+        if self._start_clock.is_overdue(view, now_s):
+            self._conclude(
+                self._startup_timeout_failure(view.message, pod=view.awaited_pod, rank=view.awaited_rank)
+            )
+        return view.computes and self._start_clock.no_progress_s(now_s) > self._settings.step_timeout_s
 
     def _update_engine_clock(self, server: ControlServer) -> None:
         """Passes the state of ranks, engine and vLLM's API server to the clock of missing answers.

@@ -42,7 +42,9 @@ async def look_up(host: str, port: int) -> str:
         try:
             return _first_address(host, port)
         except UnicodeError as error:
-            raise OSError(f"{host!r} is not a valid host name: {error}") from error
+            raise OSError(
+                f"{host!r}: is not a valid host name ({error}). Correct {names.ENV_ADDRESSES}"
+            ) from error
 
     return await call_aside("name", resolve_blocking)
 

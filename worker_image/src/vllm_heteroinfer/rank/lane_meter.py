@@ -68,7 +68,7 @@ class LaneMeter:
         # Before the first step, the asking rank only measures and warms up.
         if new_steps or self._total_steps:
             self._count(current, last)
-        # An ask that was in progress at the last read, too, takes long enough to be reported.
+        # An ask takes long if the last read saw the same ask in progress.
         is_in_progress = current.seen != current.answered
         takes_long = is_in_progress and current.seen == last.seen
         self._context.reporter.set_work(

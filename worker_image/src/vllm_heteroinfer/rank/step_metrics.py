@@ -142,7 +142,9 @@ class RankMetrics(Meter):
             "Planned compute time of a decode step of one request, in seconds",
         ).set(rank.predicted_step_s)
         self._gauge(
-            metric_names.HEARTBEAT_AGE_SECONDS, "Seconds since all ranks of the group were last known to run"
+            metric_names.HEARTBEAT_AGE_SECONDS,
+            "Age in seconds of the last heartbeat from the leader; in the leader's pod, from the most silent "
+            "follower",
         ).set_function(self._reporter.heartbeat_age_s)
         self._gauge(
             metric_names.LOCKED_MEMORY_BYTES, "Bytes of memory that this rank has locked or pinned"

@@ -53,9 +53,9 @@ def decide_between_epochs(
         starts_after: index of a group that must have its pods first, or None.
     """
     revision_name = next_revision_name(context, status)
-    waits_for_admission = _waits_for_admission(context, status, revision_name)
+    must_wait_for_dry_run = _must_wait_for_dry_run(context, status, revision_name)
     # An unvalidated revision does not clear failures: if it is refused, the group keeps its old revision.
-    if revision_name is not None and status.revision != revision_name and not waits_for_admission:
+    if revision_name is not None and status.revision != revision_name and not must_wait_for_dry_run:
         status = transitions.without_failures(status)
     status, events = attribute_loss_to_node(context, status, pods)
     if pods or restarts.used_up(status.failures, context.life.restart):
@@ -77,7 +77,7 @@ def decide_between_epochs(
         return GroupDecision(
             status=status_of_refused_group(context, status, refusal, had_epoch=had_epoch), look_again_s=wait_s
         )
-    if waits_for_admission:
+    if must_wait_for_dry_run:
         message = _NOT_ANSWERED if context.admission.is_unanswered else status.message
         return GroupDecision(status=transitions.pending(status, message=message))
     return _start_epoch(context, status)
@@ -118,11 +118,11 @@ def next_revision_name(context: Context, status: GroupStatus) -> str | None:
     return context.target.name if context.problem is None else None
 
 
-def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
-    """Reports whether a group's next epoch waits until the API server has validated the target revision.
+def _must_wait_for_dry_run(context: Context, status: GroupStatus, revision: str | None) -> bool:
+    """Reports whether a group's next epoch must wait for the API server's dry run of the target revision.
 
-    At first, every group waits for the answer. If there is none, a group with an older revision starts with
-    its own revision, and only groups of the target revision wait.
+    Until the first dry run has ended, every group waits. If that dry run got no answer, a group that keeps
+    its revision starts, and only a group that would change to the target revision waits.
 
     Args:
         revision: name of the next epoch's revision, or None.

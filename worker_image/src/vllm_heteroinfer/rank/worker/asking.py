@@ -12,9 +12,9 @@ from vllm.config import CUDAGraphMode
 from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
 from vllm_heteroinfer.feed_forward.exchange import (
+    FeedForwardWatch,
     HostExchange,
     LaneReady,
-    Watch,
     no_description,
     open_slab,
     probe,
@@ -72,7 +72,7 @@ class Asking(RankMode):
 
     _recipe: Recipe
     _slab: Slab
-    _watch: Watch
+    _watch: FeedForwardWatch
 
     def __init__(self, context: RankContext, device: torch.device, config: Any, *, stages: RankMode) -> None:
         """Reads this rank's feed-forward ranks and their layers from the plan.
@@ -133,7 +133,7 @@ class Asking(RankMode):
         describe_ask, ready = self._start_relay(slab, ready)
         exchange = self._open_exchange(slab, ready, describe_ask)
         probe(exchange, shape, self._device, len(self._ranks))
-        self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, describe_ask)
+        self._slab, self._watch = slab, FeedForwardWatch(slab, self._lanes, ready, context.fail, describe_ask)
         remote.connect(self._let_gpu_compute_experts(exchange, runner))
         _logger.info(
             "rank %d: feed-forward ranks %s compute the experts or MLPs of %d layers for this rank, at most "
