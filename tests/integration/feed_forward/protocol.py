@@ -30,7 +30,7 @@ from vllm_heteroinfer.feed_forward.exchange import (
     WATCH_INTERVAL_S,
     HostExchange,
     LaneReady,
-    Watch,
+    FeedForwardWatch,
     check_ask,
     probe,
     stall_limit_s,
@@ -196,7 +196,7 @@ def gave_up(count: int, lanes: int) -> dict[str, Any]:
     del count  # all cases have the same parameters
     slab, _ = create(Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
     failures: queue.Queue[BaseException] = queue.Queue()
-    watch = Watch(slab, ranks(lanes), [READY] * lanes, failures.put)
+    watch = FeedForwardWatch(slab, ranks(lanes), [READY] * lanes, failures.put)
     time.sleep(3 * WATCH_INTERVAL_S)
     watch.check_steps()
     before = failures.qsize()
@@ -220,7 +220,7 @@ def given_up_late(count: int, lanes: int) -> dict[str, Any]:
     for case in ("seen late", "named by the device"):
         slab, _ = create(Shape(epoch=EPOCH, hidden=256, topk=2, max_rows=64, dtype="bfloat16", lanes=lanes))
         failures: queue.Queue[BaseException] = queue.Queue()
-        watch = Watch(slab, ranks(lanes), [READY] * lanes, failures.put)
+        watch = FeedForwardWatch(slab, ranks(lanes), [READY] * lanes, failures.put)
         _set_words(slab, range(lanes - 1), answered=1)
         _number(slab, ASK_OFFSET).value = 1
         if case == "seen late":
@@ -267,7 +267,7 @@ def frozen(count: int, lanes: int) -> dict[str, Any]:
     del count  # all cases have the same parameters
     bench = Bench(lanes)
     failures: queue.Queue[BaseException] = queue.Queue()
-    watch = Watch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
+    watch = FeedForwardWatch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
     context = multiprocessing.get_context("spawn")
     over = context.Event()
     pids = [process.pid for process in bench.processes]
@@ -306,7 +306,7 @@ def silent(count: int, lanes: int) -> dict[str, Any]:
     del count  # all cases have the same parameters
     bench = Bench(lanes)
     failures: queue.Queue[BaseException] = queue.Queue()
-    watch = Watch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
+    watch = FeedForwardWatch(bench.slab, ranks(lanes), [READY] * lanes, failures.put)
     os.kill(bench.processes[-1].pid or 0, signal.SIGSTOP)
     start = time.monotonic()
     x = torch.ones((4, 256), dtype=torch.bfloat16)
