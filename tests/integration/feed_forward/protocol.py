@@ -28,9 +28,9 @@ from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.exchange import (
     NAMING_LIMIT_S,
     WATCH_INTERVAL_S,
+    FeedForwardWatch,
     HostExchange,
     LaneReady,
-    FeedForwardWatch,
     check_ask,
     probe,
     stall_limit_s,

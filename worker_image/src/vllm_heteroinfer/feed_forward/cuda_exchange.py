@@ -145,7 +145,7 @@ class CudaExchange:
 
         Args:
             limit_s: seconds after which a kernel that waits for an answer gives up. Usually the host's
-                `Watch` (exchange.py) finds a late rank earlier. In a frozen pod the GPU's clock continues,
+                `FeedForwardWatch` (exchange.py) finds a late rank earlier. In a frozen pod the GPU's clock continues,
                 but ranks do not run. So a kernel gives up only after the watch has also made as many checks
                 as it makes in `limit_s`.
 

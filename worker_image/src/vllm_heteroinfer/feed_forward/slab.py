@@ -244,11 +244,11 @@ class Slab:
 
     @property
     def checks(self) -> int:
-        """Number of checks that the asking rank's `Watch` has made."""
+        """Number of checks that the asking rank's `FeedForwardWatch` has made."""
         return self._read_word(CHECKS_OFFSET, "=I")
 
     def add_check(self) -> None:
-        """Adds 1 to the count of checks of the asking rank's `Watch`.
+        """Adds 1 to the count of checks of the asking rank's `FeedForwardWatch`.
 
         If the count does not grow, the host may be stopped, so the GPU keeps waiting for answers.
         """
