@@ -145,9 +145,9 @@ class CudaExchange:
 
         Args:
             limit_s: seconds after which a kernel that waits for an answer gives up. Usually the host's
-                `FeedForwardWatch` (exchange.py) finds a late rank earlier. In a frozen pod the GPU's clock continues,
-                but ranks do not run. So a kernel gives up only after the watch has also made as many checks
-                as it makes in `limit_s`.
+                `FeedForwardWatch` (exchange.py) finds a late rank earlier. In a frozen pod the GPU's clock
+                continues, but ranks do not run. So a kernel gives up only after the watch has also made
+                as many checks as it makes in `limit_s`.
 
         Raises:
             CudaError: the device cannot map the slab, or NVRTC cannot compile the kernels.
