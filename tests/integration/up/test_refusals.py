@@ -44,7 +44,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "engine argument of the plan": (
         {"engine": {"args": ["--pipeline-parallel-size=2"]}},
-        r"--pipeline-parallel-size.*plan",
+        r"--pipeline-parallel-size.*only HeteroInfer may set",
     ),
     "a role without pods": (
         {"roles": [{**CPU_ROLE, "pods": 0}]},
