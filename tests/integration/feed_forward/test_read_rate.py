@@ -114,7 +114,7 @@ from vllm_heteroinfer.kernels import linear, memory_stream
 
 class Store:
     put = staticmethod(lambda key, value: kept.update({key: value}))
-    get = staticmethod(lambda key, deadline, what, rank: kept.get(key, ""))
+    get = staticmethod(lambda key, deadline, awaited, rank: kept.get(key, ""))
 
 def reads(products, **limits):
     counts.append(len(products))

@@ -13,7 +13,7 @@ ANSWERING = "vllm_heteroinfer.rank.answering_rank"
 
 def change(module: Any) -> None:
     """Makes the feed-forward rank check the file before each computation."""
-    compute = module.Lane._compute_of_layer
+    compute = module.AnsweringRank._compute_of_layer
 
     def raising(lane: Any, layer: int) -> Any:
         text = os.environ["RAISES_FROM"]
@@ -21,7 +21,7 @@ def change(module: Any) -> None:
             raise OSError(Path(text).read_text())
         return compute(lane, layer)
 
-    module.Lane._compute_of_layer = raising
+    module.AnsweringRank._compute_of_layer = raising
 
 
 if "RAISES" in os.environ:

@@ -135,8 +135,9 @@ class SharedExchange:
         started = time.perf_counter()
         _logger.info("mapping the weights of the feed-forward ranks and measuring the speed of GPU and CPUs")
 
+        memories = {rank: map_weights(offer, rank) for rank, offer in offers.items()}
         with torch.cuda.device(device):
-            self._layers = self._find_layers(offers)
+            self._layers = self._find_layers(offers, memories)
             if not self._layers:
                 return  # no ring is needed
             layers = list(self._layers.values())
@@ -157,9 +158,14 @@ class SharedExchange:
             time.perf_counter() - started,
         )
 
-    def _find_layers(self, offers: Mapping[int, OfferedWeights]) -> dict[int, GpuLayer]:
-        """Returns the layers whose experts the GPU can compute. Maps the ranks' weights for the GPU."""
-        memories = {rank: map_weights(offer, rank) for rank, offer in offers.items()}
+    def _find_layers(
+        self, offers: Mapping[int, OfferedWeights], memories: Mapping[int, torch.Tensor]
+    ) -> dict[int, GpuLayer]:
+        """Returns the layers whose experts the GPU can compute, and lets the GPU copy their weights.
+
+        Args:
+            memories: mapped weights of each rank.
+        """
 
         def register(rank: int) -> torch.Tensor:
             """Lets the GPU copy a rank's weights. Returns the memory of the weights."""
