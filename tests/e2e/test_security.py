@@ -93,6 +93,9 @@ def test_pods_have_the_limits_that_a_quota_requires(pair: Resource) -> None:
         }
         (scratch,) = (each for each in pod["spec"]["volumes"] if each["name"] == "scratch")
         assert scratch["emptyDir"] == {"sizeLimit": "1Gi"}
+        # Its files count towards the container's memory, so the default of 8Gi is lowered to the limit.
+        (shared,) = (each for each in pod["spec"]["volumes"] if each["name"] == "shm")
+        assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "3Gi"}
     quota = pair.get("quota", "limits")["status"]["used"]
     assert quota == {"limits.cpu": "4", "limits.memory": "6Gi", "limits.ephemeral-storage": "2Gi"}
 

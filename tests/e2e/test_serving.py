@@ -128,6 +128,15 @@ def test_each_rank_has_metrics(pair: Resource) -> None:
         assert float(limit.split()[-1]) > 0
 
 
+def test_the_status_has_the_locked_memory_and_the_transport_of_each_rank(pair: Resource) -> None:
+    (group,) = pair.status["groups"]
+    assert len(group["members"]) == 2
+    for member in group["members"]:
+        assert member["lockedMemoryLimitBytes"] > 0
+        assert member["lockedMemoryBytes"] >= 0
+        assert member["transports"] == ["stages:gloo"]
+
+
 def test_the_groups_own_ports_are_closed_to_other_pods(pair: Resource) -> None:
     leader = pair.pods()[0]["status"]["podIP"]
     operator = pair.cluster.kubectl("get", "pods", "-n", SYSTEM, "-l", OPERATOR_LABELS, "-o", "name").strip()
