@@ -1,9 +1,10 @@
 """Measured rates of machines, the nodes that they apply to, and their description. Pure."""
 
+import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -32,6 +33,22 @@ class CalibrationError(HeteroInferError):
     """A calibration is missing, invalid or cannot be created."""
 
     reason = "NoCalibration"
+
+
+@contextlib.contextmanager
+def _reading_entry(key: str, requirement: str) -> Iterator[None]:
+    """Turns each error of a wrong entry into a CalibrationError that names the entry.
+
+    Args:
+        requirement: message about the parts of such an entry, for errors without a useful message.
+    """
+    try:
+        yield
+    # These errors have useful messages. They come first, because ContractError is also a ValueError.
+    except (CalibrationError, ContractError) as error:
+        raise CalibrationError(f"{key}: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CalibrationError(f"{key}: {requirement}: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +97,13 @@ class MeasuredKind:
         Raises:
             CalibrationError: the entry is not in the format that the chart's Jobs write.
         """
-        try:
+        with _reading_entry(key, "must contain nodeSelector and calibration"):
             value = json.loads(text)
             return cls(
                 name=check_kind(key.removesuffix(SUFFIX)),
                 selector=check_selector(value["nodeSelector"]),
                 calibration=Calibration.from_json(json.dumps(value["calibration"])),
             )
-        # These errors have useful messages. They come first, because ContractError is also a ValueError.
-        except (CalibrationError, ContractError) as error:
-            raise CalibrationError(f"{key}: {error}") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CalibrationError(f"{key}: must contain nodeSelector and calibration: {error!r}") from error
 
 
 def check_kind(name: str) -> str:
@@ -154,20 +166,13 @@ class MeasuredNetwork:
         Raises:
             CalibrationError: the entry is not in the format that the chart's Jobs write.
         """
-        try:
+        with _reading_entry(key, "must have a key of two kinds, two nodeSelectors and network"):
             value = json.loads(text)
             kinds = key.removesuffix(SUFFIX).removesuffix(_OF_NETWORKS).split(_BETWEEN_KINDS)
             first, second = map(check_kind, kinds)
             one, other = map(check_selector, value["nodeSelectors"])
             network = NetworkMeasurement.from_json(json.dumps(value["network"]))
-        # These errors have useful messages. They come first, because ContractError is also a ValueError.
-        except (CalibrationError, ContractError) as error:
-            raise CalibrationError(f"{key}: {error}") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CalibrationError(
-                f"{key}: must have a key of two kinds, two nodeSelectors and network: {error!r}"
-            ) from error
-        return cls(kinds=(first, second), selectors=(one, other), network=network)
+            return cls(kinds=(first, second), selectors=(one, other), network=network)
 
 
 def _has_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

@@ -8,7 +8,7 @@ No key is needed, because the messages have no content. The listener reads at mo
 and only for a limited time.
 """
 
-import queue
+import asyncio
 import socket
 import statistics
 import struct
@@ -22,7 +22,7 @@ from heteroinfer_contract.calibration import MAX_TEXT
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.network_measurement import NetworkMeasurement
 from vllm_heteroinfer.group.deadline import Deadline
-from vllm_heteroinfer.pod.threads import start_thread
+from vllm_heteroinfer.pod.threads import call_aside
 
 PROTOCOL: Final = 1
 """Version of the messages in this module."""
@@ -187,20 +187,19 @@ def _look_up(host: str, port: int, wait: Deadline) -> list[tuple[str, int]]:
         OSError: the host has no address, or the resolver did not answer in time.
         UnicodeError: the name is invalid.
     """
-    results: queue.SimpleQueue[list[tuple[str, int]] | BaseException] = queue.SimpleQueue()
 
-    def resolve() -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        results.put([(str(address[0]), int(address[1])) for *_, address in found])
+    async def look_up() -> list[tuple[str, int]]:
+        """Looks up the host until the deadline."""
+        resolving = call_aside(
+            "look up the listener", lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        )
+        found = await asyncio.wait_for(resolving, _at_most(_LOOK_UP_S, wait))
+        return [(str(address[0]), int(address[1])) for *_, address in found]
 
-    start_thread(resolve, name="look up the listener", failed=results.put)
     try:
-        result = results.get(timeout=_at_most(_LOOK_UP_S, wait))
-    except queue.Empty:
+        return asyncio.run(look_up())
+    except TimeoutError:
         raise TimeoutError(f"the name {host} was not resolved in time") from None
-    if isinstance(result, BaseException):
-        raise result
-    return result
 
 
 def _connect_to_any(addresses: Sequence[tuple[str, int]], wait: Deadline) -> socket.socket:
