@@ -1,13 +1,12 @@
 """Measured rates of machines, the nodes that they apply to, and their description. Pure."""
 
-import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from heteroinfer_contract.calibration import MAX_TEXT, Calibration
 from heteroinfer_contract.errors import ContractError
@@ -15,6 +14,7 @@ from heteroinfer_contract.network_measurement import NetworkMeasurement
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.quantity import gigabytes_per_s
 
+T = TypeVar("T")
 SUFFIX: Final = ".json"
 """Suffix of an entry's key in the ConfigMap, after the name of the kind of nodes."""
 _KIND_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -35,15 +35,17 @@ class CalibrationError(HeteroInferError):
     reason = "NoCalibration"
 
 
-@contextlib.contextmanager
-def _reading_entry(key: str, requirement: str) -> Iterator[None]:
-    """Turns each error of a wrong entry into a CalibrationError that names the entry.
+def _read_entry(key: str, requirement: str, read: Callable[[], T]) -> T:
+    """Returns the value that `read` reads from an entry of the ConfigMap.
 
     Args:
         requirement: message about the parts of such an entry, for errors without a useful message.
+
+    Raises:
+        CalibrationError: `read` failed. The message names the entry.
     """
     try:
-        yield
+        return read()
     # These errors have useful messages. They come first, because ContractError is also a ValueError.
     except (CalibrationError, ContractError) as error:
         raise CalibrationError(f"{key}: {error}") from error
@@ -97,13 +99,16 @@ class MeasuredKind:
         Raises:
             CalibrationError: the entry is not in the format that the chart's Jobs write.
         """
-        with _reading_entry(key, "must contain nodeSelector and calibration"):
+
+        def read() -> MeasuredKind:
             value = json.loads(text)
             return cls(
                 name=check_kind(key.removesuffix(SUFFIX)),
                 selector=check_selector(value["nodeSelector"]),
                 calibration=Calibration.from_json(json.dumps(value["calibration"])),
             )
+
+        return _read_entry(key, "must contain nodeSelector and calibration", read)
 
 
 def check_kind(name: str) -> str:
@@ -166,13 +171,16 @@ class MeasuredNetwork:
         Raises:
             CalibrationError: the entry is not in the format that the chart's Jobs write.
         """
-        with _reading_entry(key, "must have a key of two kinds, two nodeSelectors and network"):
+
+        def read() -> MeasuredNetwork:
             value = json.loads(text)
             kinds = key.removesuffix(SUFFIX).removesuffix(_OF_NETWORKS).split(_BETWEEN_KINDS)
             first, second = map(check_kind, kinds)
             one, other = map(check_selector, value["nodeSelectors"])
             network = NetworkMeasurement.from_json(json.dumps(value["network"]))
             return cls(kinds=(first, second), selectors=(one, other), network=network)
+
+        return _read_entry(key, "must have a key of two kinds, two nodeSelectors and network", read)
 
 
 def _has_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
